@@ -44,7 +44,8 @@ class SavedChats:
 
     async def put(self, account: str, chat_id: str, title: str, text: str, document: bytes) -> ChatSummary:
         """Save a chat under an id that its page chose. Raises Conflict if the account may store no more."""
-        size = len(document) + len(text.encode())
+        folded_text = text.casefold()  # which may have three times the bytes
+        size = len(document) + len(folded_text.encode())
 
         def replaced() -> Transaction[ChatSummary]:
             ((n_chats, n_bytes),) = yield Query(
@@ -63,7 +64,7 @@ class SavedChats:
                     document = excluded.document
                 RETURNING {_COLUMNS}
                 """,
-                (account, chat_id, title, title.casefold(), self._now_us(), size, text.casefold(), document),
+                (account, chat_id, title, title.casefold(), self._now_us(), size, folded_text, document),
             )
             return decode_row(ChatSummary, _COLUMNS, rows[0])
 

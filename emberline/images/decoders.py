@@ -20,6 +20,7 @@ MODULE = "emberline.images.decode_process"
 MEMORY_BYTES = 1 << 30  # of a process: 50 million pixels with alpha take half of it
 CPU_S = 10.0  # of one image
 MAX_WAITING = 1024  # images
+MAX_WAITING_BYTES = 512 << 20  # of their files; they wait also when their requests are gone
 MAX_PROCESSES = 8
 
 log = logging.getLogger("emberline.images")
@@ -40,6 +41,7 @@ class ImageDecoders:
         n_processes: int | None = None,
         cpu_s: float = CPU_S,
         max_waiting: int = MAX_WAITING,
+        max_waiting_bytes: int = MAX_WAITING_BYTES,
     ) -> None:
         self._start, self._cpu_s, self._max_waiting = start, cpu_s, max_waiting
         self._threads = ThreadPoolExecutor(n_processes or default_processes(), "emberline-images")
@@ -47,17 +49,20 @@ class ImageDecoders:
         self._lock = threading.Lock()
         self._is_closed = False
         self._n_waiting = 0
+        self._n_bytes = 0  # of the files that wait
+        self._max_bytes = max_waiting_bytes
         weakref.finalize(self, _kill_all, self._idle)
 
     async def decode(self, job: DecodeJob) -> DecodedImage:
         """Decode one image. Raises Overloaded if too many wait, and Unavailable if no process can be started."""
-        if self._n_waiting >= self._max_waiting:
+        n_bytes = len(job.data)
+        if self._n_waiting >= self._max_waiting or self._n_bytes + n_bytes > self._max_bytes:
             raise Overloaded("too many images wait to be decoded", retry_after_s=5)
-        self._n_waiting += 1
+        self._n_waiting, self._n_bytes = self._n_waiting + 1, self._n_bytes + n_bytes
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads, self._decode, job)
         finally:
-            self._n_waiting -= 1
+            self._n_waiting, self._n_bytes = self._n_waiting - 1, self._n_bytes - n_bytes
 
     async def warm_up(self) -> None:
         """Start a process, so that the first image need not wait for it."""

@@ -7,7 +7,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -181,7 +181,8 @@ class CogServer:
             connection.request("POST", "/predictions", body, headers)
             response = connection.getresponse()
             if on_output is not None and response.status == 200:
-                finished = self._finished(self._stream(response, on_output))
+                end_s = time.monotonic() + limit_s
+                finished = self._finished(self._stream(response, on_output, end_s))
                 self._drop_connection()  # the rest of the stream is not read
                 return finished
             raw = response.read(MAX_OUTPUT_BYTES + 1)
@@ -228,18 +229,12 @@ class CogServer:
 
     # --- replies -----------------------------------------------------------------------------------------------------
 
-    def _stream(self, response: http.client.HTTPResponse, on_output: Callable[[bytes], None]) -> _Reply:
-        """Read server-sent events to the last one, `completed`."""
-        n_bytes, outputs = 0, []
-        for event, data in _events(response):
-            n_bytes += len(data)
-            if n_bytes > MAX_OUTPUT_BYTES:
-                raise TooLarge(f"the predictor's output has more than {MAX_OUTPUT_BYTES >> 20} MiB")
+    def _stream(self, response: http.client.HTTPResponse, on_output: Callable[[bytes], None], end_s: float) -> _Reply:
+        """Read server-sent events to the last one, `completed`. Raises TimeoutError if it has not come by `end_s`."""
+        for event, data in _events(_bounded_lines(response, end_s)):
             if event == "output":
                 fields = _event_decoder.decode(data)
-                chunk = bytes(fields.get("chunk") or fields.get("output") or b"null")
-                outputs.append(chunk)
-                on_output(chunk)
+                on_output(bytes(fields.get("chunk") or fields.get("output") or b"null"))
             elif event == "completed":
                 return _reply_decoder.decode(data)
         raise http.client.IncompleteRead(b"")
@@ -309,10 +304,22 @@ class CogServer:
             connection.close()
 
 
-def _events(response: http.client.HTTPResponse) -> Iterator[tuple[str, bytes]]:
+def _bounded_lines(response: http.client.HTTPResponse, end_s: float) -> Iterator[bytes]:
+    """The lines of a body. Raises TooLarge if they are too long together, TimeoutError for one that comes too late."""
+    n_bytes = 0
+    while line := response.readline(MAX_OUTPUT_BYTES):
+        n_bytes += len(line)
+        if n_bytes > MAX_OUTPUT_BYTES:
+            raise TooLarge(f"the predictor's output has more than {MAX_OUTPUT_BYTES >> 20} MiB")
+        if time.monotonic() > end_s:
+            raise TimeoutError
+        yield line
+
+
+def _events(lines: Iterable[bytes]) -> Iterator[tuple[str, bytes]]:
     """Server-sent events: name and data."""
     name, data = "", b""
-    while line := response.readline(MAX_OUTPUT_BYTES):
+    for line in lines:
         text = line.rstrip(b"\r\n")
         if not text:
             if data:

@@ -10,7 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import msgspec
@@ -33,6 +33,7 @@ from emberline.protocol.request import EngineRequest
 MAX_WAITING = 256
 PROGRESS_S = 1.0  # between two steps while predictions run: a step tells the core that the worker is alive
 POLL_S = 0.001  # between two looks at a slot: Cog's server frees it after its reply
+LATE_S = 5.0  # for a thread to see that its prediction's time is over; then the step ends it
 CANCEL_S = 10.0  # for a prediction to end once it was cancelled; then the server is killed
 
 _log = logging.getLogger(__name__)
@@ -45,8 +46,10 @@ class _Waiting:
     request: EngineRequest
     params: PredictParams
     deadline_s: float | None  # monotonic
+    is_started: bool = False  # a thread has it
     began_s: float = 0.0  # monotonic; 0: it waits for a slot
     ended_s: float = 0.0
+    is_over: bool = False  # its thread has the result
 
     @property
     def running(self) -> bool:
@@ -73,6 +76,7 @@ class PredictionLoop(RequestLoop[_Waiting]):
         self._server = server
         self._on_crash = on_crash
         self._pool = ThreadPoolExecutor(manifest.slots, thread_name_prefix="prediction")
+        self._threads: set[Future[None]] = set()  # the busy ones
         self._found: deque[tuple[_Waiting, TokenDelta]] = deque()  # by threads
         self._crash = ""
         self._cancelled: dict[str, float] = {}  # predictions that clients have given up, and since when
@@ -90,22 +94,35 @@ class PredictionLoop(RequestLoop[_Waiting]):
         if len(params.input) > MAX_INPUT_BYTES:
             raise TooLarge(f"an input has at most {MAX_INPUT_BYTES >> 20} MiB")
         self._check_room(request)
-        item = _Waiting(request, params, deadline_s(request, now_s))
-        self._add(item)
-        self._pool.submit(self._run, item)
+        self._add(_Waiting(request, params, deadline_s(request, now_s)))
+        self._start_next()
+
+    def _start_next(self) -> None:
+        """Hand waiting predictions, in order, to the threads that are free. The threads have no queue of their own: it
+        would keep the inputs of predictions that were aborted."""
+        while len(self._threads) < self._manifest.slots:
+            item = next((each for each in self._requests.values() if not each.is_started), None)
+            if item is None:
+                return
+            item.is_started = True
+            self._threads.add(thread := self._pool.submit(self._run, item))
+            thread.add_done_callback(lambda _: os.eventfd_write(self.wakeup, 1))
 
     def abort(self, request_id: str) -> TokenDelta | None:
         item = self._requests.get(request_id)
-        if item is not None:
+        ended = super().abort(request_id)
+        if item is not None:  # after its removal: a thread that begins with it now finds it gone
             self._give_up(item)
-        return super().abort(request_id)
+        return ended
 
     def _give_up(self, item: _Waiting) -> None:
         """Cancel a prediction at the server, in a thread: it may take a while."""
-        if item.running:
-            name = item.request.id
-            with self._lock:
+        name = item.request.id
+        with self._lock:
+            is_computed = item.running and not item.is_over
+            if is_computed:
                 self._cancelled[name] = time.monotonic()
+        if is_computed:
             threading.Thread(target=self._server.cancel, args=(name,), daemon=True).start()
 
     # --- steps -------------------------------------------------------------------------------------------------------
@@ -124,7 +141,10 @@ class PredictionLoop(RequestLoop[_Waiting]):
         os.eventfd_read(self.wakeup)
 
     def step(self, now_s: float) -> list[TokenDelta]:
+        limit_s = self._manifest.resources.predict_s + LATE_S
         for item in self._requests.values():
+            if item.running and now_s > item.began_s + limit_s:  # its server sends just enough to keep the thread
+                item.deadline_s = item.began_s + limit_s
             if item.deadline_s is not None and now_s > item.deadline_s:
                 self._give_up(item)
         deltas = self._fail_late(now_s)
@@ -134,6 +154,8 @@ class PredictionLoop(RequestLoop[_Waiting]):
                 deltas.append(delta)
                 if delta.finish is not None:
                     del self._requests[item.request.id]
+        self._threads = {thread for thread in self._threads if not thread.done()}
+        self._start_next()
         self._steps += 1
         self.computed_tokens += 1
         with self._lock:
@@ -155,9 +177,9 @@ class PredictionLoop(RequestLoop[_Waiting]):
 
     def _run(self, item: _Waiting) -> None:
         request = item.request
+        item.began_s = time.monotonic()
         if self._requests.get(request.id) is not item or self._crash:  # aborted while it waited
             return
-        item.began_s = time.monotonic()
         self._tell(item, TokenDelta(request.id, usage=item.usage()))
         on_output = None
         if item.params.stream:
@@ -182,6 +204,7 @@ class PredictionLoop(RequestLoop[_Waiting]):
             delta = TokenDelta(request.id, finish="error", usage=item.partial_usage(), error=info)
         finally:
             with self._lock:
+                item.is_over = True
                 self._cancelled.pop(request.id, None)
         if delta.error is not None and delta.error.kind == DeadlineExceeded.kind and not self._frees_slot(request.id):
             self._tell(item, delta)

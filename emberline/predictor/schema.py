@@ -12,6 +12,7 @@ from emberline.protocol.errors import BadInput, Unsupported
 from emberline.protocol.prediction import Schema
 
 MAX_SOURCE_BYTES = 4 << 20
+MAX_TYPES = 2_000  # in a signature, those of fields included
 _PLAIN: dict[str, Schema] = {
     "str": {"type": "string"},
     "int": {"type": "integer"},
@@ -54,7 +55,10 @@ def read_signature(source: bytes, reference: str) -> Signature:
         module = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise BadInput(f"{reference} cannot be read as Python: {error}") from None
-    return _Reader(module, reference).read()
+    try:
+        return _Reader(module, reference).read()
+    except RecursionError:
+        raise Unsupported(f"{reference}: its types contain themselves, or a value is nested too deeply") from None
 
 
 class _Reader:
@@ -65,6 +69,7 @@ class _Reader:
             node.name: node for node in module.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         }
         self._constants = _constants(module)
+        self._n_types = 0
 
     def read(self) -> Signature:
         method = self._method()
@@ -157,18 +162,23 @@ class _Reader:
         return list(value)
 
     def _value(self, node: ast.expr, name: str) -> Any:
-        if isinstance(node, ast.Name) and node.id in self._constants:
-            return self._constants[node.id]
         try:
-            return ast.literal_eval(node)
+            is_constant = isinstance(node, ast.Name) and node.id in self._constants
+            value = self._constants[node.id] if is_constant else ast.literal_eval(node)  # type: ignore[attr-defined]
+            msgspec.json.encode(value)
+            return value
         except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
             raise Unsupported(
-                f"{self._reference}: a value of `{name}` is computed ({ast.unparse(node)[:80]}): write it out"
+                f"{self._reference}: a value of `{name}` is no JSON, or is computed ({ast.unparse(node)[:80]}): "
+                "write it out"
             ) from None
 
     # --- types -------------------------------------------------------------------------------------------------------
 
     def _type(self, node: ast.expr, name: str) -> Schema:
+        self._n_types += 1
+        if self._n_types > MAX_TYPES:
+            raise Unsupported(f"{self._reference}: its types contain themselves, or too many others")
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             try:
                 node = ast.parse(node.value, mode="eval").body

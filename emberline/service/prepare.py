@@ -12,7 +12,7 @@ import msgspec
 from emberline.cluster.served_models import Served
 from emberline.images.request_images import ModelImages, RequestImages, image_places
 from emberline.protocol import block_hash as blockhash
-from emberline.protocol.errors import BadInput, ContextExceeded, Unsupported
+from emberline.protocol.errors import BadInput, ContextExceeded, TooLarge, Unsupported
 from emberline.protocol.frames import EngineInfo
 from emberline.protocol.images import ImageProcessor, PromptImage, locate
 from emberline.protocol.request import (
@@ -51,6 +51,7 @@ Tools = Sequence[Tool] | msgspec.Raw  # as they came, or encoded
 
 log = logging.getLogger("emberline.request")
 
+MAX_COUNTED_CHARS = 4 << 20  # of a prompt that is tokenized for a client alone: about a million tokens
 MAX_PROMPT_LOGPROBS = 1 << 17  # of an answer: of the prompt's tokens and their alternatives
 RENDERINGS = 8  # by templates in other processes, at once
 _ROLES_WITH_IMAGES = ("user", "tool")
@@ -181,6 +182,7 @@ class Preparer:
         )
 
     async def count(self, request: GenerateRequest, principal: Principal, served: Served) -> int:
+        check_countable(request)
         counted, _ = await self._with_images(request, principal, served, served.text.images)
 
         def tokenize() -> int:
@@ -278,8 +280,22 @@ def _is_long(request: GenerateRequest) -> tuple[bool, Tools]:
     return n_bytes + len(bytes(tools)) > OFF_LOOP_BYTES, tools
 
 
+def check_countable(request: GenerateRequest) -> int:
+    """The number of characters that a prompt is made of, its tools included, if a client wants its tokens and no reply.
+    Raises TooLarge if they are too many."""
+    try:
+        tools = encode_tools(request.tools) if request.tools else b""
+    except (UnicodeEncodeError, RecursionError):  # which validation refuses
+        tools = b""
+    n_chars = sum(map(len, _texts(request))) + len(bytes(tools))
+    if n_chars > MAX_COUNTED_CHARS:
+        message = f"a prompt whose tokens are counted has at most {MAX_COUNTED_CHARS:,} characters, not {n_chars:,}"
+        raise TooLarge(message, param=_prompt_field(request))
+    return n_chars
+
+
 def _texts(request: GenerateRequest) -> Iterator[str]:
-    """All texts of the prompt."""
+    """All texts of the prompt, without its tools."""
     if request.prompt:
         yield request.prompt
     if request.suffix:

@@ -3,15 +3,14 @@
 from collections.abc import Callable
 from typing import NamedTuple, Protocol, TypeVar
 
-from emberline.protocol.errors import BadInput, TooLarge, Unsupported
+from emberline.protocol.errors import BadInput, Unsupported
 from emberline.protocol.request import GenerateRequest
 from emberline.protocol.token_ids import unpack
+from emberline.service.prepare import check_countable
 from emberline.service.validation import validate_prompt
 from emberline.text.prompt import build_prompt
 from emberline.text.text_model import TextModel
 from emberline.upstream.target import Target
-
-MAX_CHARS = 4 << 20  # of a text that is tokenized for a client: about a million tokens
 
 T = TypeVar("T")
 
@@ -42,9 +41,7 @@ async def tokenize(
     if any(message.parts and message.n_media for message in request.messages or ()):
         message = "images have no token ids: `/v1/messages/count_tokens` and `/v1/responses/input_tokens` count them"
         raise Unsupported(message, param="messages")
-    n_chars = len(request.prompt or "") + sum(len(message.content) for message in request.messages or ())
-    if n_chars > MAX_CHARS:
-        raise TooLarge(f"a text to tokenize has at most {MAX_CHARS:,} characters, not {n_chars:,}", param="prompt")
+    n_chars = check_countable(request)
 
     def work() -> TokenizedPrompt:
         validate_prompt(request, text.vocab_size)

@@ -162,10 +162,12 @@ async def test_a_file_that_takes_too_much_memory(launcher: Launcher) -> None:
         decoders.close()
 
 
-async def test_too_many_images_wait(launcher: Launcher) -> None:
-    decoders = ImageDecoders(launcher.start, 1, max_waiting=0)
-    with pytest.raises(Overloaded, match="too many images"):
-        await decoders.decode(job(b""))
+@pytest.mark.parametrize("limits", [{"max_waiting": 0}, {"max_waiting_bytes": 3}])
+async def test_too_many_images_wait(launcher: Launcher, limits: dict[str, int]) -> None:
+    decoders = ImageDecoders(launcher.start, 1, **limits)
+    for _ in range(2):
+        with pytest.raises(Overloaded, match="too many images"):
+            await decoders.decode(job(b"four"))
     decoders.close()
 
 

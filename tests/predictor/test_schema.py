@@ -67,13 +67,21 @@ def test_outputs_streaming_and_concurrency() -> None:
         ("a", "the input `a` has no type"),
         ("a: np.ndarray", r"the type of `a`, np.ndarray, has no schema here"),
         ("*a: str", "`\\*` arguments have no schema"),
-        ("a: str = Input(default=os.environ['X'])", "a value of `a` is computed"),
-        ("a: str = Input(choices=load())", "a value of `a` is computed"),
+        ("a: str = Input(default=os.environ['X'])", "a value of `a` is no JSON, or is computed"),
+        ("a: str = Input(choices=load())", "or is computed \\(load\\(\\)\\)"),
+        ("a: str = Input(default=1j)", "a value of `a` is no JSON"),
+        ("a: Me", "contain themselves"),
+        ("a: T8", "contain themselves, or too many"),
+        ("a: str = Input(default=1" + " + 1" * 1500 + ")", "nested too deeply|is computed"),
     ],
 )
 def test_what_has_no_schema_is_refused_by_name(arguments: str, message: str) -> None:
+    classes = ["class Me(BaseModel):\n    me: 'Me'", "class T0(BaseModel):\n    a: int"]
+    classes += [
+        f"class T{n}(BaseModel):\n" + "".join(f"    {name}: T{n - 1}\n" for name in "abcd") for n in range(1, 9)
+    ]
     with pytest.raises((BadInput, Unsupported), match=message):
-        signature(arguments)
+        signature(arguments, head="\n".join(classes))
 
 
 def test_sources_that_are_no_predictor() -> None:

@@ -6,14 +6,16 @@ import msgspec
 from msgspec import Meta
 
 from emberline.accounts.saved_chats import ChatSummary
-from emberline.api.http.body import read_json
-from emberline.api.http.exchange import HttpExchange, Reply, json_reply, list_reply
+from emberline.api.http.body import held_bodies, read_json
+from emberline.api.http.exchange import JSON, HttpExchange, Reply, encode, json_reply, list_reply
+from emberline.api.http.streaming import ByteStream, Chunks
 from emberline.protocol.errors import BadInput, TooLarge
 
 MAX_DOCUMENT_BYTES = 16 << 20
 MAX_TEXT_CHARS = 1 << 20  # that a search looks through; the page cuts longer ones
 MAX_WORDS_CHARS = 200
 MAX_LISTED = 100
+_PIECE_BYTES = 256 << 10
 PAGE = {
     "q": {"type": "string", "maxLength": MAX_WORDS_CHARS, "description": "words of the title or the messages"},
     "after": {"type": "string", "description": "the last chat of the page before"},
@@ -40,10 +42,13 @@ class ChatChange(msgspec.Struct, kw_only=True):
 async def put(call: HttpExchange) -> Reply:
     """Save a chat, or replace the one with this id."""
     chat = await read_json(call, NewChat)
+    _check_title(chat.title)
     document = bytes(chat.document)
     if len(document) > MAX_DOCUMENT_BYTES:
         raise TooLarge(f"a saved chat may have {MAX_DOCUMENT_BYTES >> 20} MiB", param="document")
-    saved = await call.accounts.chats.put(call.principal.account, chat.id, chat.title, chat.text, document)
+    saved = await call.accounts.chats.put(
+        call.principal.account, chat.id, chat.title, chat.text.replace("\0", " "), document
+    )
     return json_reply(_body(saved))
 
 
@@ -56,13 +61,25 @@ async def list_all(call: HttpExchange) -> Reply:
     return list_reply([_body(chat) for chat in found[:limit]], has_more=len(found) > limit)
 
 
-async def retrieve(call: HttpExchange) -> Reply:
+async def retrieve(call: HttpExchange) -> ByteStream:
+    """The chat, in pieces: a client that reads slowly holds its document, which counts like a request's body."""
     chat, document = await call.accounts.chats.get(call.principal.account, call.path_param)
-    return json_reply(_body(chat) | {"document": msgspec.Raw(document)})
+    held_bodies.add(call, len(document))
+    head = encode(_body(chat)).removesuffix(b"}") + b',"document":'
+    n_bytes = len(head) + len(document) + 1
+
+    async def pieces() -> Chunks:
+        yield head
+        for at in range(0, len(document), _PIECE_BYTES):
+            yield document[at : at + _PIECE_BYTES]
+        yield b"}"
+
+    return ByteStream(pieces(), JSON, headers=[(b"content-length", b"%d" % n_bytes)])
 
 
 async def rename(call: HttpExchange) -> Reply:
     change = await read_json(call, ChatChange)
+    _check_title(change.title)
     chat = await call.accounts.chats.rename(call.principal.account, call.path_param, change.title)
     return json_reply(_body(chat))
 
@@ -75,6 +92,11 @@ async def delete(call: HttpExchange) -> Reply:
 async def delete_all(call: HttpExchange) -> Reply:
     n = await call.accounts.chats.delete_all(call.principal.account)
     return json_reply({"object": "chat.deletion", "deleted": n})
+
+
+def _check_title(title: str) -> None:
+    if "\0" in title:  # which PostgreSQL takes in no text
+        raise BadInput("`title` contains a NUL character", param="title")
 
 
 def _body(chat: ChatSummary) -> dict[str, Any]:

@@ -2,11 +2,12 @@
 
 import base64
 import binascii
+import re
 from typing import Any
 
 import msgspec
 
-from emberline.api.http.errors import Dialect
+from emberline.api.http.errors import Dialect, HeaderList
 from emberline.api.http.exchange import HttpExchange, Reply, json_reply
 from emberline.api.http.wire import decode
 from emberline.api.workers_ai.response_body import envelope, result_reply
@@ -18,6 +19,9 @@ from emberline.protocol.request import PredictRequest
 # Fields of a body that are for us, unless the model has an input of the name.
 _CONTROLS = ("stream", "options", "requests", "request_id", "external_reference")
 _BYTES = (b"image/", b"audio/", b"video/", b"application/octet-stream", b"application/pdf")
+_CONTENT_TYPE = re.compile(r"[A-Za-z0-9.+-]{1,64}/[A-Za-z0-9.+-]{1,128}")
+# A predictor's file is no page of ours: a browser runs no script in it, and does not guess at its type.
+_NO_PAGE: HeaderList = [(b"content-security-policy", b"sandbox"), (b"x-content-type-options", b"nosniff")]
 _decoder = msgspec.json.Decoder(dict[str, Any])
 
 
@@ -77,8 +81,8 @@ def prediction_reply(call: HttpExchange, predictor: CogSource, prediction: Predi
     """The result in the envelope, with what the predictor measured and logged; a model's only file as its bytes."""
     output = msgspec.json.decode(prediction.output)
     if is_file(predictor.output) and isinstance(output, str) and output.startswith("data:"):
-        content_type, data = _from_data_url(output)
-        return Reply(200, data, content_type.encode("latin-1", "replace"), call.id_headers)
+        content_type, data = from_data_url(output)
+        return Reply(200, data, content_type.encode(), [*call.id_headers, *_NO_PAGE])
     further = {name: value for name, value in (("metrics", prediction.metrics), ("logs", prediction.logs)) if value}
     if call.dialect is Dialect.BINDING or not further:
         return result_reply(call, output)
@@ -100,10 +104,10 @@ def _data_url(data: bytes, content_type: bytes) -> str:
     return f"data:{kind};base64,{base64.b64encode(data).decode()}"
 
 
-def _from_data_url(url: str) -> tuple[str, bytes]:
+def from_data_url(url: str) -> tuple[str, bytes]:
     head, _, data = url.partition(",")
-    kind = head.removeprefix("data:").partition(";")[0]
+    kind = head[5:].partition(";")[0]
     try:
-        return kind or "application/octet-stream", base64.b64decode(data)
+        return kind if _CONTENT_TYPE.fullmatch(kind) else "application/octet-stream", base64.b64decode(data)
     except binascii.Error:
         raise Unsupported("the predictor returned a file that is not in base64") from None

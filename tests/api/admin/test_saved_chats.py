@@ -51,6 +51,7 @@ async def test_a_key_keeps_the_chats_of_its_account(admin: httpx.AsyncClient) ->
         ({"id": "../x"}, "id"),
         ({"title": ""}, "title"),
         ({"title": "t" * 201}, "title"),
+        ({"title": "a\0b"}, "title"),
         ({"text": 5}, "text"),
         ({"document": "x" * (17 << 20)}, "document"),
     ],
@@ -67,3 +68,14 @@ async def test_what_cannot_be_saved_is_refused_by_its_field(
 async def test_a_search_for_too_much_text_is_refused(admin: httpx.AsyncClient) -> None:
     answer = await admin.get("/api/chats", params={"q": "x" * 201})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "q")
+
+
+async def test_a_large_chat_comes_in_pieces(admin: httpx.AsyncClient) -> None:
+    large = CHAT | {"document": ["é" * (1 << 20), {}], "text": "a\0b"}
+    saved = (await admin.post("/api/chats", json=large)).json()
+    async with admin.stream("GET", "/api/chats/c1") as answer:
+        body = await answer.aread()
+    assert int(answer.headers["content-length"]) == len(body)
+    assert answer.headers["content-type"] == "application/json"
+    assert answer.json() == saved | {"document": large["document"]}
+    assert [chat["id"] for chat in (await admin.get("/api/chats", params={"q": "a b"})).json()["data"]] == ["c1"]

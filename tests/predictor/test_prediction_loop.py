@@ -1,0 +1,145 @@
+"""The loop of a predictor's worker, with a server that does what a hostile predictor could make it do."""
+
+import os
+import select
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from emberline.predictor.cog_server import CogServer
+from emberline.predictor.prediction_loop import CANCEL_S, LATE_S, PredictionLoop
+from emberline.protocol.errors import DeadlineExceeded
+from emberline.protocol.prediction import Manifest, Prediction, PredictParams
+from emberline.protocol.request import EngineRequest, SamplingParams
+
+MANIFEST = Manifest(
+    model="@me/x", version=1, digest="", reference="run.py:Runner", interpreter="python", input={}, output={}
+)
+
+
+class HeldServer:
+    """Computes until it is told to end."""
+
+    def __init__(self) -> None:
+        self.begun: list[str] = []
+        self.cancelled: list[str] = []
+        self.may_end = threading.Event()
+
+    def predict(self, name: str, given: bytes, limit_s: float, on_output: Any) -> Prediction:
+        self.begun.append(name)
+        self.may_end.wait(60)
+        return Prediction()
+
+    def cancel(self, name: str) -> bool:
+        self.cancelled.append(name)
+        return False
+
+    def kill(self) -> None:
+        self.may_end.set()
+
+
+def request(name: str, given: bytes = b"{}") -> EngineRequest:
+    return EngineRequest(id=name, prompt_ids=b"", sampling=SamplingParams(), predict=PredictParams(input=given))
+
+
+def until(holds: Callable[[], Any]) -> None:
+    end_s = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < end_s
+        time.sleep(0.001)
+
+
+@pytest.fixture
+def held() -> Any:
+    server, crashes = HeldServer(), []
+    loop = PredictionLoop(MANIFEST, server, crashes.append)  # type: ignore[arg-type]
+    yield loop, server, crashes
+    loop.close()
+
+
+def test_an_aborted_prediction_leaves_nothing_in_memory(held: Any) -> None:
+    loop, server, _ = held
+    loop.submit(request("first"), time.monotonic())
+    until(lambda: server.begun)
+    given = bytes(1 << 20)
+    alone = sys.getrefcount(given)
+    for number in range(3):
+        loop.submit(request(f"left-{number}", given), time.monotonic())
+        assert loop.abort(f"left-{number}") is not None
+    assert sys.getrefcount(given) == alone
+    loop.submit(request("last"), time.monotonic())
+    server.may_end.set()
+    until(lambda: loop.step(time.monotonic()) or server.begun == ["first", "last"])
+    until(lambda: any(delta.id == "last" and delta.finish == "stop" for delta in loop.step(time.monotonic())))
+    assert server.begun == ["first", "last"]
+
+
+def test_the_limit_of_time_ends_a_prediction_whose_server_dribbles(held: Any) -> None:
+    loop, server, crashes = held
+    loop.submit(request("slow"), time.monotonic())
+    until(lambda: server.begun)
+    late_s = time.monotonic() + MANIFEST.resources.predict_s + LATE_S + 1
+    deltas = loop.step(late_s)
+    assert [(delta.id, delta.error.kind) for delta in deltas if delta.error] == [("slow", DeadlineExceeded.kind)]
+    until(lambda: server.cancelled == ["slow"])
+    loop.step(late_s + CANCEL_S + 1)
+    assert set(crashes) == {"a prediction that was cancelled goes on"}
+
+
+def test_a_client_that_leaves_as_its_prediction_ends_costs_nothing(held: Any) -> None:
+    loop, server, crashes = held
+    server.may_end.set()
+    loop.submit(request("done"), time.monotonic())
+    n_told = 0
+    while n_told < 3:  # it has begun, it has ended, its thread is free
+        select.select([loop.wakeup], [], [], 30)
+        n_told += os.eventfd_read(loop.wakeup)
+    assert loop.abort("done") is not None
+    loop.step(time.monotonic() + CANCEL_S + 60)
+    assert crashes == []
+
+
+class HostileSandbox:
+    """Runs no program: a thread answers in its place, at the socket that it would have."""
+
+    def __init__(self, answer: Callable[[socket.socket], None]) -> None:
+        self._answer = answer
+        self.pid, self.memory_bytes, self.problem, self.status = 0, 0, "", None
+
+    def start(self, program: Any, output: int, descriptors: tuple[int, ...]) -> "HostileSandbox":
+        self._listener = socket.socket(fileno=socket.dup(descriptors[0]))
+        threading.Thread(target=self._serve, daemon=True).start()
+        return self
+
+    def kill(self) -> None:
+        self._listener.close()
+
+    def _serve(self) -> None:
+        connection, _ = self._listener.accept()
+        with connection:
+            connection.recv(1 << 16)
+            self._answer(connection)
+
+
+def test_a_stream_that_never_ends_is_ended(tmp_path: Path) -> None:
+    def pings(connection: socket.socket) -> None:
+        connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n")
+        for _ in range(10_000):
+            try:
+                connection.sendall(b": ping\n")
+            except OSError:
+                return
+            time.sleep(0.001)
+
+    server = CogServer(MANIFEST, tmp_path, HostileSandbox(pings), {}, tmp_path / "log")  # type: ignore[arg-type]
+    try:
+        with pytest.raises(DeadlineExceeded, match=r"did not end within 0.05 s"):
+            server.predict("a", b"{}", 0.05, lambda chunk: None)
+    finally:
+        server.kill()
