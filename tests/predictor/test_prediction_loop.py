@@ -17,6 +17,7 @@ from emberline.predictor.prediction_loop import CANCEL_S, LATE_S, PredictionLoop
 from emberline.protocol.errors import DeadlineExceeded
 from emberline.protocol.prediction import Manifest, Prediction, PredictParams
 from emberline.protocol.request import EngineRequest, SamplingParams
+from emberline.supervisor.sandbox.protections import find_protections
 
 MANIFEST = Manifest(
     model="@me/x", version=1, digest="", reference="run.py:Runner", interpreter="python", input={}, output={}
@@ -110,6 +111,7 @@ class HostileSandbox:
 
     def __init__(self, answer: Callable[[socket.socket], None]) -> None:
         self._answer = answer
+        self.protections = find_protections()
         self.pid, self.memory_bytes, self.problem, self.status = 0, 0, "", None
 
     def start(self, program: Any, output: int, descriptors: tuple[int, ...]) -> "HostileSandbox":
