@@ -19,7 +19,7 @@ STANDINS = "standins"  # a package beside it, for tests and benchmarks, that use
 ENGINE_SIDE = {"protocol", "kernels", "models", "weights", "kv", "engine"}
 ALLOWED = {
     "protocol": set(),
-    "weights": {"protocol"},
+    "weights": {"kernels", "protocol"},
     "kernels": {"protocol"},
     "models": {"kernels", "protocol", "weights"},
     "kv": {"protocol"},
@@ -56,7 +56,7 @@ ALLOWED = {
 }
 ANYWHERE = {"config", "log", "__version__"}  # modules outside every package: configuration and log format
 SPEECH = {"av", "faster_whisper"}  # of emberline[speech]: imported where a speech model is loaded, and nowhere else
-ENGINE_HOST = {"torch", "numpy", "msgspec", "safetensors", "tokenizers", "triton", "llguidance"}
+ENGINE_HOST = {"torch", "numpy", "msgspec", "safetensors", "tokenizers", "triton", "llguidance", "zstandard"}
 
 RATCHETS = tomllib.loads((Path(__file__).parent / "ratchets.toml").read_text())
 

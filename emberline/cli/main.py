@@ -20,6 +20,7 @@ GROUPS = {
         "ls": "list the models on this machine; --all: also those that can be pulled, and what fits",
         "show": "show what is known of a model: licence, context, capabilities, size, source",
         "rm": "remove models from this machine",
+        "compress": "make a model's files a third smaller without loss; serve reads them as they are",
         "ps": "show running models, their workers and load",
         "load": "load models into a running server, before a request asks for them",
         "stop": "unload models from a running server; requests that run finish first",

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from emberline.kernels.reference import rms_norm, rotate
-from emberline.weights.hf_checkpoint import SafetensorsFile, write_safetensors
 from emberline.weights.model_config import BadCheckpoint, ModelConfig
+from emberline.weights.safetensors_file import SafetensorsFile, write_safetensors
 
 N_TAPS = 3
 WEIGHTS, CONFIG = "model.safetensors", "config.json"

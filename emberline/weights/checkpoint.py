@@ -25,7 +25,7 @@ class Checkpoint:
 
     def __init__(self, files: CheckpointFiles, fingerprint: str | None = None) -> None:
         self.config: ModelConfig = files.config
-        self.fingerprint = fingerprint or _fingerprint(files.config, files.weights)
+        self.fingerprint = fingerprint or files.fingerprint or _fingerprint(files.config, files.weights)
         self._weights = files.weights
         self._close = files.close
 
@@ -62,9 +62,8 @@ def _fingerprint(config: ModelConfig, weights: dict[str, Weight]) -> str:
         weight = weights[name]
         digest.update(f"{name} {weight.kind} {weight.shape}".encode())
         for part in weight.stored:
-            raw = part.raw.reshape(-1)
-            for start in _sample_offsets(raw.nbytes):
-                digest.update(raw[start : start + _SAMPLE_BYTES].tobytes())
+            for start in _sample_offsets(part.raw.nbytes):
+                digest.update(part.sample(start, _SAMPLE_BYTES))
     return digest.hexdigest()
 
 

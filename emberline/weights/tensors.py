@@ -209,7 +209,9 @@ class Weight:
     name: str
     shape: Shape  # (rows, cols) or (n,)
     kind: str  # a key of FORMATS
-    raw: Bytes  # [rows, row_bytes], a view of the mapped file; a vector is n rows of one number
+    # [rows, row_bytes], a view of the mapped file; a vector is n rows of one number. Of a compressed tensor
+    # `lossless_tensor.LosslessRows`, which decodes the rows that are read.
+    raw: Bytes
     order: NDArray[np.intp] | None = None  # row i of the weight is row order[i] of the file
     transposed: bool = False  # the file has it as [cols, rows]: `raw` is [cols, bytes]; of the float formats only
     shift: float = 0.0  # added to every number (Hugging Face's Gemma stores norms minus one)
@@ -221,7 +223,7 @@ class Weight:
             item = np.ascontiguousarray(self.raw).view(f"u{FORMATS[self.kind].block_bytes}")  # [cols, rows of the file]
             columns = item[:, start:stop] if self.order is None else item[:, self.order[start:stop]]
             return np.ascontiguousarray(columns.T).view(np.uint8)
-        return self.raw[start:stop] if self.order is None else self.raw[self.order[start:stop]]
+        return np.asarray(self.raw[start:stop] if self.order is None else self.raw[self.order[start:stop]])
 
     @property
     def stored(self) -> "tuple[Weight, ...]":
@@ -230,8 +232,20 @@ class Weight:
 
     @property
     def nbytes(self) -> int:
-        """On disk."""
+        """In the checkpoint's format, decoded if it is compressed."""
         return sum(part.raw.nbytes for part in self.stored)
+
+    @property
+    def stored_bytes(self) -> int:
+        """On disk."""
+        return sum(getattr(part.raw, "stored_bytes", part.raw.nbytes) for part in self.stored)
+
+    def sample(self, start: int, n: int) -> bytes:
+        """Bytes of the file's rows, in order, from offset `start`."""
+        row_bytes = max(1, self.raw[:1].nbytes)
+        first = start // row_bytes
+        rows = np.asarray(self.raw[first : -(-(start + n) // row_bytes)]).reshape(-1)
+        return rows[start - first * row_bytes :][:n].tobytes()
 
     def slice(self, axis: int, start: int, stop: int) -> "Weight":
         """Rows (axis 0) or columns (axis 1) start .. stop - 1, as a weight that reads no others."""
@@ -343,3 +357,4 @@ class CheckpointFiles(NamedTuple):
     config: ModelConfig
     weights: dict[str, Weight]
     close: Callable[[], None]
+    fingerprint: str | None = None  # None: as `checkpoint` finds it

@@ -2,11 +2,13 @@
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import cast
 
-from emberline.weights.hf_checkpoint import KINDS, SafetensorsFile, shard_names
+from emberline.weights.hf_checkpoint import TensorFile, open_files
 from emberline.weights.mmproj import MMProj
 from emberline.weights.model_config import BadCheckpoint
-from emberline.weights.tensors import FileLocation, Weight
+from emberline.weights.safetensors_file import KINDS
+from emberline.weights.tensors import Bytes, Weight
 from emberline.weights.vision_names import vision_tensor
 
 
@@ -17,8 +19,7 @@ def read_vision_tensors(folder: Path, family: str) -> dict[str, Weight]:
     if folder.is_file():
         mmproj = MMProj.beside(folder)
         return found if mmproj is None else mmproj.tensors()
-    for shard in shard_names(folder):
-        file = SafetensorsFile.open(folder / shard)
+    for file in open_files(folder)[0]:
         for weight in _weights(file, family):
             if weight.name in found:
                 raise BadCheckpoint(f"tensor {weight.name!r} of the vision tower is there twice")
@@ -26,7 +27,7 @@ def read_vision_tensors(folder: Path, family: str) -> dict[str, Weight]:
     return found
 
 
-def _weights(file: SafetensorsFile, family: str) -> Iterable[Weight]:
+def _weights(file: TensorFile, family: str) -> Iterable[Weight]:
     for key, tensor in file.tensors.items():
         name = vision_tensor(key, family)
         if name is None:
@@ -34,5 +35,5 @@ def _weights(file: SafetensorsFile, family: str) -> Iterable[Weight]:
         if tensor.dtype not in KINDS:
             raise BadCheckpoint(f"tensor {key[:120]!r} is {tensor.dtype}; vision towers are read in {', '.join(KINDS)}")
         shape = tensor.shape or (1,)
-        raw = file.bytes_of(tensor).reshape(shape[0], -1)
-        yield Weight(name, shape, KINDS[tensor.dtype], raw, location=FileLocation(file.path, file.offset_of(tensor)))
+        raw, location = file.rows_of(key)
+        yield Weight(name, shape, KINDS[tensor.dtype], cast(Bytes, raw), location=location)

@@ -10,8 +10,8 @@ from emberline.engine.worker import main as worker
 from emberline.models import eagle3
 from emberline.models.eagle3 import load_head
 from emberline.protocol.errors import BadInput
-from emberline.weights.hf_checkpoint import write_safetensors
 from emberline.weights.model_config import BadCheckpoint
+from emberline.weights.safetensors_file import write_safetensors
 from tests.engine.fakes import request
 from tests.engine.runners.cpu.test_torch_runner import run, tokens
 

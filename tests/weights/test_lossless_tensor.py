@@ -1,0 +1,110 @@
+"""Rows of compressed tensors: as an array's, whatever the shape, the dtype and the part that is asked for."""
+
+import math
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from emberline.weights.lossless_blocks import BLOCK_NUMBERS, Grid
+from emberline.weights.lossless_files import LosslessFile
+from emberline.weights.lossless_tensor import LosslessRows
+from emberline.weights.lossless_writer import LosslessWriter, source_bytes
+from emberline.weights.safetensors_file import SafetensorsFile, write_safetensors
+from tests.weights.lossless_models import bf16_patterns, bits
+
+SHAPES = {
+    "one row": (1, 3 * BLOCK_NUMBERS + 5),
+    "one column": (70_001, 1),
+    "odd": (263, 1031),
+    "experts": (4, 96, 640),
+    "many blocks": (700, 2048),
+}
+
+
+def numbers(shape: tuple[int, ...], dtype: str, seed: int = 0) -> np.ndarray:
+    random = np.random.default_rng(seed).standard_normal(shape, np.float32) * 0.02
+    words = random.view(np.uint32)
+    if dtype == "F32":
+        return words
+    return random.astype("<f2").view("<u2") if dtype == "F16" else (words >> 16).astype("<u2")
+
+
+@pytest.fixture(scope="module")
+def threads():
+    with ThreadPoolExecutor(3) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory, threads: ThreadPoolExecutor) -> tuple[Path, LosslessFile, dict]:
+    folder = tmp_path_factory.mktemp("tensors")
+    found = {name: ("BF16", numbers(shape, "BF16")) for name, shape in SHAPES.items()}
+    found |= {dtype: (dtype, numbers((300, 900), dtype)) for dtype in ("F16", "F32")}
+    found["every pattern"] = "BF16", np.concatenate([bits(bf16_patterns()).view("<u2"), numbers((1 << 17,), "BF16")])
+    found["every pattern"] = "BF16", found["every pattern"][1].reshape(3, -1)
+    found["constant"] = "BF16", np.full((256, 512), 0x7FC1, "<u2")  # a NaN with a payload
+    found["noise"] = "BF16", np.random.default_rng(1).integers(0, 1 << 16, (256, 256)).astype("<u2")
+    found["norm"] = "BF16", numbers((9,), "BF16")
+    stored = {name: (dtype, each.shape, each.tobytes()) for name, (dtype, each) in found.items()}
+    write_safetensors(folder / "model.safetensors", stored)
+    LosslessWriter(SafetensorsFile.open(folder / "model.safetensors"), folder, threads).write(lambda *_: None)
+    return folder, LosslessFile.open(folder / "model.lossless.safetensors"), found
+
+
+def test_every_tensor_has_the_same_bits(files) -> None:
+    folder, file, found = files
+    for name, (_, each) in found.items():
+        raw, _ = file.rows_of(name)
+        assert np.array_equal(np.asarray(raw).reshape(-1), each.reshape(-1).view(np.uint8)), name
+    assert {name for name in found if name not in file.coded} == {"noise", "norm"}
+    assert b"".join(source_bytes(file)) == (folder / "model.safetensors").read_bytes()
+
+
+def test_other_tools_can_open_the_file(files) -> None:
+    from safetensors.torch import load_file
+
+    assert "constant.coded" in load_file(files[0] / "model.lossless.safetensors")
+
+
+@pytest.mark.parametrize("name", ["odd", "many blocks", "F16", "F32"])
+def test_parts_are_those_of_an_array(files, name: str) -> None:
+    _, file, found = files
+    whole = found[name][1]
+    rows, array = LosslessRows.of(file.coded[name], whole.shape), whole.view(np.uint8).reshape(len(whole), -1)
+    width, order = whole.itemsize, np.random.default_rng(2).permutation(200) + 31
+    assert rows.nbytes == array.nbytes
+    assert 0.5 < rows.stored_bytes / rows.nbytes < 0.9
+    for part in (lambda a: a[10:211], lambda a: a[:, 8 * width : 99 * width], lambda a: a[50:60][:, : 7 * width]):
+        assert np.array_equal(np.asarray(part(rows)), part(array))
+    for part in (lambda a: a[order], lambda a: a[20:250][order[:7]], lambda a: a[:, 3:11], lambda a: a[5:5]):
+        assert np.array_equal(np.asarray(part(rows)), part(array))
+    assert np.array_equal(np.asarray(rows.reshape(-1)), array.reshape(-1))
+
+
+def test_one_expert_is_decoded_alone(files) -> None:
+    _, file, found = files
+    whole = found["experts"][1]
+    rows, array = LosslessRows.of(file.coded["experts"], whole.shape), whole.view(np.uint8).reshape(4, -1)
+    assert rows.shape == array.shape
+    expert = rows[2].reshape(96, -1)
+    assert isinstance(expert, LosslessRows)
+    assert np.array_equal(np.asarray(expert[7:30]), array[2].reshape(96, -1)[7:30])
+    assert np.array_equal(np.asarray(rows.reshape(8, -1)), array.reshape(8, -1))
+
+
+@pytest.mark.parametrize("shape", [*SHAPES.values(), (4096, 14336), (128_256, 4096), (7, 11), (3, 1 << 20)])
+def test_blocks_cover_a_tensor_once(shape: tuple[int, ...]) -> None:
+    grid, before = Grid.of(shape), 0
+    for block in range(grid.n_blocks):
+        assert grid.preceding(block) == before
+        assert 0 < grid.size(block) <= BLOCK_NUMBERS
+        before += grid.size(block)
+    assert before == math.prod(shape)
+
+
+def test_eight_ranks_decode_no_block_twice() -> None:
+    grid = Grid.of((4096, 14336))
+    parts = [grid.covering(slice(0, 4096), slice(n * 1792, (n + 1) * 1792)) for n in range(8)]
+    assert sorted(block for part in parts for block in part) == list(range(grid.n_blocks))
