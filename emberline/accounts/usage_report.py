@@ -1,7 +1,8 @@
 """Usage reports: requests, tokens and money by account, key, model, class and day, from sums that the store keeps.
 
-A report reads sums by day, never the rows of requests, so that its time does not grow with their number. Amounts are
-exact: they are added in two halves, because one database's sum of 64-bit integers may not exceed 64 bits.
+A report reads sums by day, so that its time does not grow with the number of requests; only one by session reads the
+rows of the requests themselves. Amounts are exact: they are added in two halves, because one database's sum of 64-bit
+integers may not exceed 64 bits.
 """
 
 import csv
@@ -18,7 +19,7 @@ from emberline.protocol.price import MICRO, PICO, Price, format_amount
 from emberline.store import Database, Value
 from emberline.store.database import Row
 
-Dimension = Literal["day", "account", "key", "model", "class"]
+Dimension = Literal["day", "account", "key", "model", "class", "session"]
 DIMENSIONS: tuple[str, ...] = get_args(Dimension)
 DEFAULT_DAYS = 30
 MAX_ROWS = 10_000  # of a report; further groups are added up in one
@@ -27,6 +28,7 @@ _COLUMN_OF = {"key": "key_id"}
 _COUNTS = (
     *("n_requests", "n_failed", "n_cancelled", "n_unpriced", "input_tokens", "cached_tokens", "output_tokens"),
     *("reasoning_tokens", "images", "audio_ms", "session_cached_tokens", "compute_ms", "predictions"),
+    "device_ms",
 )
 _AMOUNTS = ("cost_pico", "discount_pico", "session_discount_pico")
 _SUMS = ", ".join(
@@ -35,6 +37,16 @@ _SUMS = ", ".join(
         *(f"COALESCE(SUM({name} / {PICO}), 0), COALESCE(SUM({name} % {PICO}), 0)" for name in _AMOUNTS),
     ]
 )
+# The sums' columns for single requests, of which a report by session is made. The days bound what is read.
+_DAY_US = 86_400_000_000
+_REQUESTS = f"""(SELECT created_us / {_DAY_US} AS day, account, key_id, model, class, session, 1 AS n_requests,
+    CASE status WHEN 'failed' THEN 1 ELSE 0 END AS n_failed,
+    CASE status WHEN 'cancelled' THEN 1 ELSE 0 END AS n_cancelled,
+    CASE WHEN cost_pico IS NULL THEN 1 ELSE 0 END AS n_unpriced, input_tokens, cached_tokens, output_tokens,
+    reasoning_tokens, images, audio_ms, CASE session WHEN '' THEN 0 ELSE cached_tokens END AS session_cached_tokens,
+    compute_ms, predictions, device_ms, COALESCE(cost_pico, 0) AS cost_pico, discount_pico,
+    CASE session WHEN '' THEN 0 ELSE discount_pico END AS session_discount_pico
+    FROM usage WHERE created_us >= {{since_us}} AND created_us < {{until_us}}) AS requests"""
 # Groups with the highest cost come first, then those with the most requests.
 _RANK = f"COALESCE(SUM(cost_pico / {PICO}), 0) DESC, COALESCE(SUM(n_requests), 0) DESC"
 _EPOCH = date(1970, 1, 1)
@@ -70,6 +82,7 @@ class ReportRow(msgspec.Struct, frozen=True, kw_only=True):
     session_cached_tokens: int  # of requests that named a session
     compute_ms: int  # of predictors
     predictions: int
+    device_ms: int
     cost_pico: int
     discount_pico: int  # what cached input would have cost more
     session_discount_pico: int  # the part of it in requests that named a session, which affinity keeps on one worker
@@ -95,6 +108,7 @@ class ReportRow(msgspec.Struct, frozen=True, kw_only=True):
             "cache_savings": format_amount(self.discount_pico),
             "affinity_tokens": self.session_cached_tokens,
             "affinity_savings": format_amount(self.session_discount_pico),
+            "device_seconds": format_amount(self.device_ms, 1000),
         }
 
 
@@ -114,9 +128,10 @@ class UsageReports:
         columns = [_COLUMN_OF.get(name, name) for name in query.by]
         grouped = f"GROUP BY {', '.join(columns)} LIMIT {self._max_rows + 1}" if columns else ""
         where, params = _where(query)
-        sql = f"SELECT {', '.join([*columns, _SUMS])} FROM usage_daily WHERE {where} {grouped}"
         groups: dict[Row, list[int]] = {}
         for since, until in await self._spans(query):
+            table = _table(query, since, until)
+            sql = f"SELECT {', '.join([*columns, _SUMS])} FROM {table} WHERE {where} {grouped}"
             for row in await self._store.report(sql, (since, until, *params)):
                 sums = [int(value or 0) for value in row[len(columns) :]]
                 known = groups.get(row[: len(columns)])
@@ -128,7 +143,7 @@ class UsageReports:
     async def _folded(self, query: ReportQuery, columns: Sequence[str]) -> list[ReportRow]:
         """The groups that cost the most, and the sum of all others. Read in one piece, so that every row is whole."""
         where, params = _where(query)
-        usage, names = f"FROM usage_daily WHERE {where}", ", ".join(columns)
+        usage, names = f"FROM {_table(query, query.since, query.until)} WHERE {where}", ", ".join(columns)
         values = (query.since, query.until, *params)
         top = f"SELECT {names}, {_SUMS} {usage} GROUP BY {names} ORDER BY {_RANK}, {names} LIMIT {self._max_rows}"
         listed = await self._store.report(top, values)
@@ -192,6 +207,14 @@ def comparison(whole: ReportRow, model: str, price: Price) -> dict[str, Any]:
     cost = format_amount(at_price)
     sentence = f"{whole.n_requests:,} requests {own}; at the prices of {model} {cost}{arithmetic}."
     return {"model": model, "cost": cost, "cost_without_cache": without_cache, "sentence": sentence}
+
+
+def _table(query: ReportQuery, since: int, until: int) -> str:
+    """The table that the report reads: sums by day, or for sessions the requests of these days."""
+    if "session" not in query.by:
+        return "usage_daily"
+    least, most = max(since, 0), min(until, 10**6)  # days: what a client names stays within 64 bits of microseconds
+    return _REQUESTS.format(since_us=least * _DAY_US, until_us=(most + 1) * _DAY_US)
 
 
 def _where(query: ReportQuery) -> tuple[str, list[Value]]:

@@ -40,6 +40,7 @@ class UsageRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     lease: str = ""  # of its budgets, in which its cost was reserved
     compute_ms: int = 0  # of a predictor
     predictions: int = 0
+    device_ms: int = 0  # its part of the time of the workers that had it, times their devices; 0 for upstream servers
 
     @property
     def cached_tokens(self) -> int:

@@ -116,11 +116,12 @@ class AdmissionController:
         if self._waiting:
             self._dispatch()
 
-    def ended(self, request_id: str, outcome: Outcome, output_tokens: int = 0, blame: tuple[str, ...] = ()) -> None:
-        """End a request. `blame`: the workers that failed it."""
-        self.balancer.ended(request_id, self._now(), outcome, output_tokens, blame)
+    def ended(self, request_id: str, outcome: Outcome, output_tokens: int = 0, blame: tuple[str, ...] = ()) -> float:
+        """End a request. `blame`: the workers that failed it. Returns the device seconds that the request had."""
+        device_s = self.balancer.ended(request_id, self._now(), outcome, output_tokens, blame)
         if self._waiting:
             self._dispatch()
+        return device_s
 
     def find(self, request_id: str) -> InFlightRequest | None:
         return self.balancer.ledger.get(request_id)

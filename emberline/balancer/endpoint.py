@@ -76,6 +76,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     heartbeats: bool = False  # its connection notices when it hangs
     shared: bool = False  # a provider, where requests may hang for as long as one likes: no account gets all its slots
     round_trip_s: float = 0.0  # of the network, as measured when it connected
+    n_devices: int = 0  # of ours that it occupies; 0: an upstream server
 
     @classmethod
     def of(cls, info: EngineInfo, events: bool = True, round_trip_s: float = 0.0) -> "Capacity":
@@ -86,6 +87,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
             events=events,
             heartbeats=info.heartbeat_s > 0,
             round_trip_s=round_trip_s,
+            n_devices=info.layout.n_ranks,
         )
 
 

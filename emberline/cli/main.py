@@ -40,7 +40,7 @@ GROUPS = {
         "account": "create, list, limit and disable accounts",
         "key": "create, list, limit, rotate and revoke API keys",
         "price": "set and list what models cost",
-        "usage": "report what was used and what it costs, by account, key, model and day",
+        "usage": "report what was used and what it costs, by account, key, model, session and day",
         "provider": "store, list, test and remove the keys of other providers",
         "gateway": "create, list and delete gateways, and search their logs",
         "batch": "submit a file of requests, watch it, download the results",

@@ -1,4 +1,4 @@
-"""`emberline usage`: what was used and what it costs, by account, key, model and day.
+"""`emberline usage`: what was used and what it costs, by account, key, model, session and day.
 
 emberline usage --account acme --by day,model --since 2026-11-01
 """
@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--account", metavar="NAME", help="of this account (default: all that the key may see)")
     add("--key", metavar="ID", help="of this API key")
     add("--model", metavar="MODEL", help="of this model")
-    add("--by", metavar="LIST", help="group by day, account, key, model, class (default account,model)")
+    add("--by", metavar="LIST", help="group by day, account, key, model, class, session (default account,model)")
     add("--since", metavar="DAY", help="2026-11-01, or 7d for seven days ago (default: the last 30 days; UTC)")
     add("--until", metavar="DAY", help="the last day (default: today)")
     add(
@@ -52,7 +52,8 @@ def _print(report: dict[str, Any]) -> None:
         print("Nothing was used.")
         return
     by, total = report["by"], report["total"]
-    headings = (*(name.upper() for name in by), "REQUESTS", "INPUT", "CACHED", "OUTPUT", "COST", "SAVED BY CACHE")
+    amounts = ("REQUESTS", "INPUT", "CACHED", "OUTPUT", "DEVICE S", "COST", "SAVED BY CACHE")
+    headings = (*(name.upper() for name in by), *amounts)
     total_group = ("total", *[""] * (len(by) - 1)) if by else ()
     rows = [_row(tuple(str(row[name]) or "–" for name in by), row) for row in report["data"]]
     common.print_table([headings, *rows, *([_row(total_group, total)] if by else [])])
@@ -70,6 +71,8 @@ def _print(report: dict[str, Any]) -> None:
 
 
 def _row(group: tuple[str, ...], row: dict[str, Any]) -> tuple[str, ...]:
-    counts = (f"{row[name]:,}" for name in ("requests", "input_tokens", "cached_tokens", "output_tokens"))
+    share = f" ({row['cached_tokens'] / row['input_tokens']:.0%})" if row["input_tokens"] else ""
+    cached, device_s = f"{row['cached_tokens']:,}{share}", f"{float(row.get('device_seconds', 0)):,.1f}"
+    counts = (f"{row['requests']:,}", f"{row['input_tokens']:,}", cached, f"{row['output_tokens']:,}", device_s)
     cost = "no price" if row["cost"] is None else row["cost"] + (" *" if row["without_price"] else "")
     return *group, *counts, cost, row["cache_savings"]

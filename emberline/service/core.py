@@ -91,8 +91,10 @@ class Core(Protocol):
     def checkpoint(self, rows: Sequence[UsageRow]) -> None:
         """Note what running requests have used by now: it is recorded if they never end."""
 
-    async def finalize(self, end: RequestEnd) -> None:
-        """Remove the request's record, update the metrics; return once the usage row is durable."""
+    async def finalize(self, end: RequestEnd) -> int:
+        """Remove the request's record, update the metrics; return once the usage row is durable.
+
+        Returns the device milliseconds that the request had, for a job's owner, who writes the row itself."""
 
     def refused(self, kind: str, times: int = 1) -> None:
         """Count requests that were not admitted, by kind of error."""
@@ -347,18 +349,20 @@ class LocalCore:
             self.history.progressed(row, self.usage.used_by(row.id))
         self.usage.checkpoint(rows)
 
-    async def finalize(self, end: RequestEnd) -> None:
+    async def finalize(self, end: RequestEnd) -> int:
         row = self.prices.priced(end.row)
         if row.first_token_us is not None:
             self._observe_ttft(row, (row.first_token_us - row.created_us) / 1e6)
         is_late = self.limits is not None and not end.is_job and self.limits.settle(row)
         outcome: Outcome = "finished" if row.status == "finished" else _outcome(end)
-        self.admission.ended(row.id, outcome, row.output_tokens, end.lost)
+        device_ms = round(1000 * self.admission.ended(row.id, outcome, row.output_tokens, end.lost))
+        row = msgspec.structs.replace(row, device_ms=device_ms)
         self.grants.notify_room()
         self._metrics.record(row, end.inter_token, end.operation, end.provider)
         self.history.ended(row, self.usage.used_by(row.id), end.inter_token)
         if not end.is_job:
             await self.usage.record(row, is_late)
+        return device_ms
 
     def settle_job(self, row: UsageRow, is_stored: bool) -> None:
         """Give back what an attempt at a job had reserved of its budgets, less its cost if the queue has stored the

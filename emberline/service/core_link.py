@@ -98,9 +98,9 @@ class LinkCore:
                 self._admissions.pop(request.id, None)
             raise
 
-    async def finalize(self, end: RequestEnd) -> None:
+    async def finalize(self, end: RequestEnd) -> int:
         self._cancel_admission(end.row.id)
-        await self._core.finalize(end)
+        return await self._core.finalize(end)
 
     async def open(self, log: NewLog) -> None:
         await self._core.event_logs.open(log)

@@ -201,9 +201,6 @@ class RequestRun(Generic[T]):
         if self._left:
             with self._logging_failure("its workers may compute on"):
                 transport.close()
-        if self._job is not None:
-            with self._logging_failure("its queue has no usage row"):
-                self._job.record_usage(row)
         if self._attempt.on_end is not None:
             with self._logging_failure("its cost is not counted by the gateway"):
                 self._attempt.on_end(row)
@@ -215,7 +212,13 @@ class RequestRun(Generic[T]):
             operation=transport.operation,
             provider=transport.provider,
         )
-        await self._core.finalize(end)
+        try:
+            device_ms = await self._core.finalize(end)
+            row = msgspec.structs.replace(row, device_ms=device_ms)
+        finally:
+            if self._job is not None:
+                with self._logging_failure("its queue has no usage row"):
+                    self._job.record_usage(row)
 
     @contextmanager
     def _logging_failure(self, consequence: str) -> Iterator[None]:

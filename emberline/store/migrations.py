@@ -18,7 +18,7 @@ from emberline.store.cluster_tables import (
 )
 from emberline.store.database import Sql
 from emberline.store.gateway_tables import GATEWAY_TABLES
-from emberline.store.usage_tables import METERING, PREDICTION_COLUMNS
+from emberline.store.usage_tables import DEVICE_COLUMNS, METERING, PREDICTION_COLUMNS
 
 EVENT_TABLES = (
     "CREATE TABLE event_heads (account TEXT PRIMARY KEY, last BIGINT NOT NULL)",
@@ -419,6 +419,7 @@ MIGRATIONS: Migrations = (
     BOUND_PROVIDER_KEYS,
     SAVED_CHATS,
     PREDICTION_COLUMNS,
+    DEVICE_COLUMNS,
 )
 
 

@@ -97,25 +97,32 @@ METERING = (
     ),
 )
 
+
+def _new_sums(added: tuple[str, ...], before: tuple[str, ...] = ()) -> tuple[str, ...]:
+    """The statements that add columns to the rows and to the sums of their days, and let the trigger add them up."""
+    add = _add_to_day((*before, *added))
+    return (
+        *(
+            f"ALTER TABLE {table} ADD COLUMN {name} BIGINT NOT NULL DEFAULT 0"
+            for table in ("usage", "usage_daily")
+            for name in added
+        ),
+        Sql("DROP TRIGGER usage_by_day", postgres="SELECT 1"),
+        Sql(
+            f"CREATE TRIGGER usage_by_day AFTER INSERT ON usage BEGIN {add.format(row='NEW.', shard='0')}; END",
+            postgres=f"""
+            CREATE OR REPLACE FUNCTION add_usage_to_day() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+                PERFORM pg_advisory_xact_lock({_SHARD_LOCKS}, pg_backend_pid() % 16);
+                {add.format(row="NEW.", shard="pg_backend_pid() % 16")};
+                RETURN NULL;
+            END $$
+            """,
+        ),
+    )
+
+
 # Predictors: how long they computed, and how many predictions they made.
 _PREDICTIONS = ("compute_ms", "predictions")
-_ADD_PREDICTIONS = _add_to_day(_PREDICTIONS)
-PREDICTION_COLUMNS = (
-    *(
-        f"ALTER TABLE {table} ADD COLUMN {name} BIGINT NOT NULL DEFAULT 0"
-        for table in ("usage", "usage_daily")
-        for name in _PREDICTIONS
-    ),
-    Sql("DROP TRIGGER usage_by_day", postgres="SELECT 1"),
-    Sql(
-        f"CREATE TRIGGER usage_by_day AFTER INSERT ON usage BEGIN "
-        f"{_ADD_PREDICTIONS.format(row='NEW.', shard='0')}; END",
-        postgres=f"""
-        CREATE OR REPLACE FUNCTION add_usage_to_day() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
-            PERFORM pg_advisory_xact_lock({_SHARD_LOCKS}, pg_backend_pid() % 16);
-            {_ADD_PREDICTIONS.format(row="NEW.", shard="pg_backend_pid() % 16")};
-            RETURN NULL;
-        END $$
-        """,
-    ),
-)
+PREDICTION_COLUMNS = _new_sums(_PREDICTIONS)
+# The part of a worker's time that a request had, times the worker's devices.
+DEVICE_COLUMNS = _new_sums(("device_ms",), _PREDICTIONS)

@@ -33,6 +33,7 @@ async def test_every_grouping_adds_up_to_the_rows(database: DatabaseLocation) ->
             cost_pico=None if n % 5 == 4 else 5_000_000 * PICO + n,  # the sum exceeds 64 bits
             discount_pico=n,
             session="s" if n % 2 else "",
+            device_ms=n,
         )
         for n in range(30)
     ]
@@ -40,13 +41,16 @@ async def test_every_grouping_adds_up_to_the_rows(database: DatabaseLocation) ->
     cost_pico = sum(row.cost_pico or 0 for row in rows)
     assert cost_pico > 1 << 63
     assert await reports.report(msgspec.structs.replace(ALL, since=0, until=1)) == []
-    for by in ((), ("day",), ("account", "model"), ("day", "account", "key", "model", "class")):
+    for by in ((), ("day",), ("account", "model"), ("day", "account", "key", "model", "class"), ("session", "day")):
         found = await reports.report(msgspec.structs.replace(ALL, by=by))
         assert sum(row.n_requests for row in found) == 30
         assert sum(row.cost_pico for row in found) == cost_pico
         assert sum(row.n_unpriced for row in found) == 6
+        assert sum(row.device_ms for row in found) == sum(range(30))
         assert sum(row.session_cached_tokens for row in found) == 15 * ROW.cached_tokens
         assert sum(row.session_discount_pico for row in found) == sum(range(1, 30, 2))
+    of_session = await reports.report(msgspec.structs.replace(ALL, by=("session",), account="a1"))
+    assert [(row.group, row.n_requests) for row in of_session] == [({"session": "s"}, 15)]
     everything = total(await reports.report(ALL))
     assert everything.body()["cost"] == f"120000000.{cost_pico % PICO:012d}"
     (mine,) = await reports.report(msgspec.structs.replace(ALL, by=("account",), account="a1", model="m4"))

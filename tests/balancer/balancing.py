@@ -20,10 +20,10 @@ def endpoint(name: str, role: Any = "both", address: str = "") -> Endpoint:
 
 
 def fleet(*roles: Any, max_running: int = 16, kv_tokens: int = 0, events: bool = True, **settings: Any) -> Balancer:
-    """Workers e0, e1, … with these roles, connected at time 0."""
+    """Workers e0, e1, … with these roles, of two devices each, connected at time 0."""
     balancer = Balancer(Settings(**settings))
     for i, role in enumerate(roles):
-        capacity = Capacity(max_running=max_running, kv_tokens=kv_tokens, events=events)
+        capacity = Capacity(max_running=max_running, kv_tokens=kv_tokens, events=events, n_devices=2)
         balancer.fleet.join(endpoint(f"e{i}", role), capacity, 0.0)
     return balancer
 

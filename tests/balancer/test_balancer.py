@@ -52,6 +52,24 @@ def test_a_conversation_stays_with_the_worker_that_was_alone_when_it_began(event
     assert "e1" in fresh
 
 
+def test_the_time_of_a_worker_is_divided_among_its_requests() -> None:
+    balancer = fleet("both")
+    alone, beside = request(id="alone"), request(id="beside")
+    send(balancer, alone, 10.0)
+    send(balancer, beside, 13.0)
+    assert balancer.ended("alone", 15.0, "finished") == 2 * (3 + 1)  # alone, then with the other one; two devices
+    assert balancer.ended("beside", 16.0, "finished") == 2 * (1 + 1)
+    send(balancer, again := request(), 100.0)  # nobody had the time between
+    assert balancer.ended(again.id, 101.0, "finished") == 2
+
+
+def test_the_time_of_a_prefill_worker_counts_until_the_first_token() -> None:
+    balancer = fleet("prefill", "decode")
+    assert send(balancer, wanted := request(tokens=5000), 10.0).prefill == "e0"
+    balancer.first_token(wanted.id, 12.0)
+    assert balancer.ended(wanted.id, 13.0, "finished") == 2 * (2 + 3)
+
+
 def test_a_lone_worker_is_charged_only_with_what_it_has_not_cached() -> None:
     """Else a few long conversations would seem to keep it busy, and requests would wait for nothing."""
     balancer = fleet("both")

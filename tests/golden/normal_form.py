@@ -15,6 +15,7 @@ TIMES = frozenset({"time", "created", "modified_at", "webhook-timestamp"})
 TIME_ENDINGS = ("_at", "_us")
 DURATIONS = frozenset(
     {"ms", "ttft_ms", "duration_ms", "waited_ms", "retry-after-ms"}
+    | {"device_seconds"}
     | {"total_duration", "load_duration", "prompt_eval_duration", "eval_duration"}
     | {"x-ratelimit-reset-requests", "x-ratelimit-reset-tokens"}
 )
@@ -33,6 +34,7 @@ PATTERNS = (
     (re.compile(re.escape(__version__)), "<version>"),
     (re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:\.\d+)?(?:Z|\+00:00)?"), "<time>"),
     (re.compile(r"(?<!\w)1[789]\d{14}(?!\w)"), "<time>"),
+    (re.compile(r"(?<=,)\d+\.\d{2,3}(?=\r\n)"), "<duration>"),  # device seconds, the last column of a report
     (re.compile(r"retry in \d+ s"), "retry in <duration>"),
     (re.compile(r"ember_[0-9A-Za-z_-]{40,}"), "<key>"),
     (re.compile(r"whsec_[0-9A-Za-z+/=]{40,}"), "<secret>"),

@@ -246,11 +246,12 @@ class Stage:
                 standin.script = ProviderScript()
 
     def usage_rows(self, account: str) -> list[dict[str, Any]]:
-        """The usage rows of an account, without columns that are empty."""
+        """The usage rows of an account, without columns that are empty and without the measured device time."""
         with sqlite3.connect(f"file:{self._store}?mode=ro", uri=True, timeout=PATIENCE_S) as store:
             store.row_factory = sqlite3.Row
             rows = store.execute(f"SELECT * FROM usage WHERE account = ? ORDER BY {USAGE_ORDER}", (account,)).fetchall()
-        return [{name: value for name, value in dict(row).items() if value not in ("", None)} for row in rows]
+        columns = [{**row, "device_ms": None} for row in rows]
+        return [{name: value for name, value in row.items() if value not in ("", None)} for row in columns]
 
 
 def parse_of(script: ServerScript) -> ServerScript:

@@ -7,7 +7,7 @@ import { models } from "./models.js";
 import { Table } from "./table.js";
 import { Button, downloadText, html, useLayoutEffect, useObservable, useState, visible } from "./ui.js";
 
-const GROUPS = { account: "Account", key: "Key", model: "Model" };
+const GROUPS = { account: "Account", key: "Key", model: "Model", session: "Session" };
 
 /** Exact decimals of the server, shortened for reading; null: no price was set. */
 function money(text) {
@@ -54,6 +54,7 @@ export function Usage() {
     number(row.input_tokens),
     percent(row.input_tokens ? row.cached_tokens / row.input_tokens : null),
     number(row.output_tokens),
+    number(Math.round(row.device_seconds ?? 0)),
     money(row.cost),
     money(row.cache_savings),
     money(row.affinity_savings),
@@ -66,7 +67,7 @@ export function Usage() {
       <${Bars} title="Cost by day, and what caching saved" names=${["cost", "saved"]} format=${(value) => (value ? value.toPrecision(2) : "0")}
         bars=${byDay.map((row) => ({ name: row.name, parts: [Number(row.cost ?? 0), Number(row.cache_savings)] }))} />
     </section>
-    <${Table} title="Usage" caption="of the last 30 days" empty="No request yet." head=${[GROUPS[group], "Requests", "Prompt tokens", "Cached", "Output tokens", "Cost", "Saved by caching", "of it by affinity"]}
+    <${Table} title="Usage" caption="of the last 30 days" empty="No request yet." head=${[GROUPS[group], "Requests", "Prompt tokens", "Cached", "Output tokens", "Device seconds", "Cost", "Saved by caching", "of it by affinity"]}
       rows=${[...(report?.data ?? []).map(cells), ...(total?.requests ? [[html`<b>Total</b>`, ...cells(total).slice(1)]] : [])]}>
       <div class="row bar-of-table">
         <span class="segments" role="group" aria-label="Group by">${Object.entries(GROUPS).map(([id, name]) => html`<button type="button" aria-pressed=${id === group} onClick=${() => (setReport(null), setGroup(id))}>${name}</button>`)}</span>
