@@ -65,7 +65,8 @@ def test_the_time_of_a_worker_is_divided_among_its_requests() -> None:
 
 def test_the_time_of_a_prefill_worker_counts_until_the_first_token() -> None:
     balancer = fleet("prefill", "decode")
-    assert send(balancer, wanted := request(tokens=5000), 10.0).prefill == "e0"
+    wanted = request(tokens=5000)
+    assert send(balancer, wanted, 10.0).prefill == "e0"
     balancer.first_token(wanted.id, 12.0)
     assert balancer.ended(wanted.id, 13.0, "finished") == 2 * (2 + 3)
 

@@ -7,7 +7,6 @@ from emberline.accounts.usage_report import ReportQuery, UsageReports
 from emberline.protocol.errors import Unavailable
 from emberline.store import SqliteStore, migrations
 
-
 RELEASE_0_1 = 1  # the schema version of release 0.1.0
 
 
