@@ -39,6 +39,7 @@ FEATURES = (
     Feature("joined_roles", "transfer", "--role of a worker that joins a cluster", "the same, over mutual TLS"),
     Feature("mooncake", "transfer", "--mooncake", "KV transfer by Mooncake's Transfer Engine"),
     Feature("prompt_logprobs", "requests", "prompt_logprobs", "log-probabilities of prompt tokens"),
+    Feature("images", "requests", "an image", "images for models with a vision tower"),
     Feature("deterministic", "modes", "--deterministic", "the same tokens whatever else is in the batch"),
     Feature("quantized", "modes", "a quantized checkpoint", "weights of 4 or 8 bits"),
     Feature("cpu", "devices", "--device cpu", "C kernels, or PyTorch"),
@@ -70,6 +71,7 @@ REFUSALS = (
     *(Refusal(("joined_roles", name), _NO_CERTIFICATE, "give it --role both") for name in ("tp", "pp")),
     *(Refusal(("export", name), _EXPORTED, "export from a worker with one rank") for name in ("tp", "pp")),
     Refusal(("draft_model", "eagle3"), "one of them drafts for a sequence, alone", "give one of them"),
+    *(Refusal(("images", name), "followers have no vision tower", "use one rank") for name in ("tp", "pp")),
     Refusal(
         ("prompt_logprobs", "pp"),
         "the last stage has the logits, and reports nothing but draws",

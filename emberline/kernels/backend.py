@@ -17,7 +17,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-import numpy as np
 from numpy.typing import NDArray
 
 from emberline.kernels.collectives import ParallelGroups
@@ -213,6 +212,12 @@ class Rope:
 
     inverse_frequencies: Tensor  # float32 [rotated dimensions / 2]
     scale: float = 1.0  # multiplies cos and sin
+    axes: Tensor | None = None  # int64, of each frequency: 0 time, 1 height, 2 width (M-RoPE); None: one position
+
+    def by_frequency(self, positions: Any) -> Any:
+        """Position of each token in each frequency, [tokens, 1] or [tokens, frequencies]. positions: [tokens], or
+        [3, tokens] under M-RoPE."""
+        return positions[:, None] if positions.ndim == 1 else positions[self.axes].T
 
 
 class Backend(Protocol):
@@ -229,7 +234,7 @@ class Backend(Protocol):
         """A context for a forward pass, in which nothing is recorded for gradients."""
         ...
 
-    def constant(self, values: NDArray[np.float32]) -> Tensor:
+    def constant(self, values: NDArray[Any]) -> Tensor:
         """Numbers that are no weights, such as rotary frequencies, where the backend computes."""
         ...
 

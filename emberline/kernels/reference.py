@@ -5,7 +5,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
@@ -41,10 +40,17 @@ def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     return torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1).to(x.dtype)
 
 
-def visible(positions: Tensor, context_len: int, window: int | None = None, chunk: int | None = None) -> Tensor:
-    """Which of a context's tokens those at these positions see: bool [positions, context_len]."""
+def visible(
+    positions: Tensor,
+    context_len: int,
+    window: int | None = None,
+    chunk: int | None = None,
+    last_visible: Tensor | None = None,
+) -> Tensor:
+    """Which of a context's tokens those at these positions see: bool [positions, context_len]. last_visible: how far
+    each sees, where that is not its own position."""
     query, key = positions[:, None], torch.arange(context_len, device=positions.device)[None]
-    seen = key <= query
+    seen = key <= (query if last_visible is None else last_visible[:, None])
     if window is not None:
         seen &= key > query - window
     if chunk is not None:
@@ -61,14 +67,17 @@ def attend(
     window: int | None = None,
     chunk: int | None = None,
     sinks: Tensor | None = None,
+    last_visible: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of q [n, heads, dim] at positions first .. first + n - 1 over k, v [context, kv_heads, dim]."""
+    """Causal attention of q [n, heads, dim] at positions first .. first + n - 1 over k, v [context, kv_heads, dim].
+    last_visible [n]: positions up to which the queries see, where that is not their own."""
     n, heads, _ = q.shape
     group = heads // k.shape[1]
     k, v = (t.repeat_interleave(group, dim=1).float() for t in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q.float(), k) * scale
     query = torch.arange(first, first + n, device=q.device)
-    scores = scores.masked_fill(~visible(query, k.shape[0], window, chunk), -torch.inf)
+    seen = visible(query, k.shape[0], window, chunk, last_visible)
+    scores = scores.masked_fill(~seen, -torch.inf)
     if sinks is not None:
         scores = torch.cat([scores, sinks.float()[:, None, None].expand(-1, n, 1)], dim=-1)
     weights = scores.softmax(-1)[..., : k.shape[0]]
@@ -117,7 +126,7 @@ class TorchBackend:
     def inference(self) -> AbstractContextManager[Any]:
         return torch.inference_mode()
 
-    def constant(self, values: NDArray[np.float32]) -> Tensor:
+    def constant(self, values: NDArray[Any]) -> Tensor:
         return torch.from_numpy(values).to(self.device)
 
     def load_matrix(
@@ -146,7 +155,7 @@ class TorchBackend:
     def begin_step(self, step: Any, kv: list[Tensor], groups: tuple[KVGroup, ...], ropes: list[Rope]) -> TorchStep:
         tables = []
         for rope in ropes:
-            angles = torch.outer(step.positions.float(), rope.inverse_frequencies.to(self.device))
+            angles = rope.by_frequency(step.rotary_positions.float()) * rope.inverse_frequencies.to(self.device)
             tables.append((angles.cos() * rope.scale, angles.sin() * rope.scale))
         return TorchStep(step, kv, tables, step.query_starts.tolist(), step.context_lens.tolist())
 
@@ -244,8 +253,11 @@ class TorchBackend:
     ) -> Tensor:
         """Attention of q [tokens, heads, dim], whose own k and v [tokens, kv_heads, dim] join the cache first."""
         out = torch.empty_like(q)
+        images = context.step.images
+        seen = None if images is None else images.last_visible
         for new, (keys, values), first in self._cached(attn, torch.stack([k, v], dim=1), context):
-            out[new] = attend(q[new], keys, values, attn.scale, first, attn.window, attn.chunk, attn.sinks)
+            last = None if seen is None else seen[new]
+            out[new] = attend(q[new], keys, values, attn.scale, first, attn.window, attn.chunk, attn.sinks, last)
         return out
 
     def latent_attention(self, attn: LatentAttention, residual: Tensor, context: TorchStep) -> None:
@@ -293,6 +305,7 @@ class TorchBackend:
         computed together: their slice, each plane of what they see [context, kv_heads, dim], and the first's position.
         """
         pool = context.kv[attn.kv_group][:, attn.layer_index]  # [blocks, planes, kv_heads, BLOCK_TOKENS, dim]
+        sees_ahead = context.step.images is not None and context.step.images.last_visible is not None
         for row, context_len in enumerate(context.context_lens):
             new = slice(context.query_starts[row], context.query_starts[row + 1])
             table = context.step.block_tables[attn.kv_group][row]
@@ -303,7 +316,8 @@ class TorchBackend:
             n = 1 if self._row_by_row else new.stop - new.start
             for t in range(new.start, new.stop, n):
                 end = context_len - new.stop + t + n
-                yield slice(t, t + n), planes[:, :end].unbind(), end - n
+                seen = context_len if sees_ahead else end
+                yield slice(t, t + n), planes[:, :seen].unbind(), end - n
 
     def _multiply(self, x: Tensor, matrix: TorchMatrix) -> Tensor:
         if not self._row_by_row:

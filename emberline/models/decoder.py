@@ -26,6 +26,7 @@ from emberline.protocol.block_hash import KVGroup
 from emberline.protocol.errors import BadInput
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from emberline.kernels.gpu.prompt_logprobs import DeviceScoredTokens
@@ -49,6 +50,16 @@ class Taps(Protocol):
 
 
 @dataclass(slots=True)
+class ImageInputs:
+    """Rows of images in a step. The first `hidden` columns of a row replace its token's embedding; each of the next
+    `hidden` columns is added behind one of the first layers (deepstack)."""
+
+    tokens: Tensor  # int64 [rows], indices of their tokens in the step
+    rows: Tensor  # [rows, hidden * (1 + deepstack)]
+    last_visible: Tensor | None = None  # int32 [tokens]: what each token sees reaches so far; None: to itself
+
+
+@dataclass(slots=True)
 class StepInputs:
     """A ragged batch, in tensors or numpy arrays.
 
@@ -63,6 +74,13 @@ class StepInputs:
     sample_tokens: Tensor  # int64 [samples], indices into tokens whose logits are wanted
     shape: Any = None  # kernels.gpu.backend.workspace.StepShape: lengths known on the host, saving a device sync
     scored: ScoredTokens | DeviceScoredTokens | None = None  # tokens whose next one is scored; None: none
+    images: ImageInputs | None = None  # None: no token stands for a row of an image
+    rope_positions: Tensor | None = None  # int32 [tokens] or [3, tokens] (M-RoPE); None: `positions`
+
+    @property
+    def rotary_positions(self) -> Tensor:
+        """Positions that rotate queries and keys: of time, height and width, or one for all."""
+        return self.positions if self.rope_positions is None else self.rope_positions
 
 
 class Decoder:
@@ -194,12 +212,18 @@ class Decoder:
     def _run_segments(
         self, step: StepInputs, kv: list[Tensor], taps: tuple[int, ...], take: Callable[[int, Tensor], None]
     ) -> Tensor:
+        """Run the layers, and stop before those that are tapped and behind those that image rows are added to."""
         context = self._backend.begin_step(step, kv, self.kv_groups, self._ropes)
         x = self._begin(step)
-        for n, layers in enumerate(self._segments(taps)):
+        images, hidden = step.images, self.config.hidden_size
+        n_added = 0 if images is None else images.rows.shape[1] // hidden - 1
+        stops = tuple(sorted({*taps, *range(1, 1 + n_added)}))
+        for layers, stop in zip(self._segments(stops), (*stops, None)):
             self._backend.run_layers(layers, x, context)
-            if n < len(taps):
-                take(n, x)
+            if images is not None and stop is not None and 1 <= stop <= n_added:
+                x[images.tokens] += images.rows[:, stop * hidden : (stop + 1) * hidden].to(x.dtype)
+            if stop in taps:
+                take(taps.index(stop), x)
         return x
 
     def _logits(self, step: StepInputs, x: Tensor) -> Tensor:
@@ -250,6 +274,9 @@ class Decoder:
             return rms_norm(x, torch.as_tensor(self._norm), self.config.norm_eps)
 
     def _run_layers(self, step: StepInputs, kv: list[Tensor], hidden: Tensor | None = None) -> Tensor:
+        images = step.images
+        if images is not None and images.rows.shape[1] > self.config.hidden_size:
+            return self._run_segments(step, kv, (), lambda n, residual: None)
         context = self._backend.begin_step(step, kv, self.kv_groups, self._ropes)
         x = self._begin(step) if hidden is None else hidden
         self._backend.run_layers(self.layers, x, context)
@@ -257,7 +284,10 @@ class Decoder:
 
     def _begin(self, step: StepInputs) -> Tensor:
         first = sum(self._vocabulary[: self.shard.position.tp_rank])
-        return self._backend.embed(self._embedding, step.token_ids, self.config.embedding_scale, first)
+        x = self._backend.embed(self._embedding, step.token_ids, self.config.embedding_scale, first)
+        if (images := step.images) is not None:
+            x[images.tokens] = images.rows[:, : x.shape[1]].to(x.dtype)
+        return x
 
     def _rope(self, group: KVGroup) -> Rope:
         config, dim = self.config, self.layers[group.layers[0] - self._numbers.start].attention.rotary_dim
@@ -266,7 +296,19 @@ class Decoder:
         frequencies = theta ** -(np.arange(0, dim, 2) / dim)
         if config.rope_divisors and not local:
             frequencies = frequencies / np.array(config.rope_divisors)
-        return Rope(self._backend.constant(frequencies.astype(np.float32)), 1.0 if local else config.rope_scale)
+        scale, axes = 1.0 if local else config.rope_scale, _rope_axes(config.mrope_sections, len(frequencies))
+        constant = self._backend.constant
+        return Rope(constant(frequencies.astype(np.float32)), scale, None if axes is None else constant(axes))
+
+
+def _rope_axes(sections: tuple[int, ...], n_frequencies: int) -> NDArray[np.int64] | None:
+    """The axis that rotates each frequency under interleaved M-RoPE: 0 time, 1 height, 2 width."""
+    if not sections:
+        return None
+    axes = np.zeros(n_frequencies, np.int64)
+    for axis in (1, 2):
+        axes[axis : 3 * sections[axis] : 3] = axis
+    return axes
 
 
 def kv_groups(attentions: list[Attention], backend: Backend, shard: Shard) -> tuple[KVGroup, ...]:

@@ -154,6 +154,8 @@ class EngineLoad(msgspec.Struct, kw_only=True, omit_defaults=True):
     busy_s: float = 0.0  # total in which the device computed
     step_cost: StepCost | None = None  # None: too few steps were measured
     device: DeviceUse | None = None  # None: unknown
+    image_tiles_encoded: int = 0  # total of prompts
+    image_tiles_reused: int = 0  # total whose rows or KV were cached
 
 
 class Hello(msgspec.Struct, tag="hello"):

@@ -81,6 +81,13 @@ class ImageProcessor(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         """Side of the square of which the tower makes one row, in pixels."""
         return self.patch * self.merge
 
+    @property
+    def largest_tile(self) -> Size:
+        """Size of a square tile with as many patches as a tile may have."""
+        side = self.tile or self.longest_edge or int(math.sqrt(self.max_patches * self.patch**2 or self.max_pixels))
+        side = max(1, side // self.cell) * self.cell
+        return side, side
+
     def plan(self, width: int, height: int, detail: str = "auto") -> ImagePlan:
         """Plan an image. Raises BadInput if the model takes none of this size."""
         if width < 1 or height < 1:

@@ -313,6 +313,13 @@ def _worker_metrics(snapshot: Snapshot) -> Iterator[Metric]:
         for worker in snapshot.workers:
             family.add_metric([worker.name, worker.role], value(worker))
         yield family
+    tiles = CounterMetricFamily(
+        "emberline_image_tiles", "Tiles of images in prompts, by what was done.", labels=["model", "engine", "result"]
+    )
+    for worker in snapshot.workers:
+        tiles.add_metric([worker.models[0], worker.name, "encoded"], worker.load.image_tiles_encoded)
+        tiles.add_metric([worker.models[0], worker.name, "reused"], worker.load.image_tiles_reused)
+    yield tiles
     waiting = GaugeMetricFamily("emberline_requests_held", "Requests in the admission queue.", labels=["priority"])
     for priority in Priority:
         name = priority.name.lower()

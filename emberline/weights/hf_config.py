@@ -58,6 +58,7 @@ def read_config(document: dict[str, object], generation: dict[str, object]) -> M
         rope_theta=theta,
         rope_divisors=divisors,
         rope_scale=scale,
+        mrope_sections=_mrope_sections(fields, full_rope, head_dim),
         activation=_activation(fields),
         tie_embeddings=fields.flag("tie_word_embeddings", False),
         latent=latent,
@@ -102,6 +103,19 @@ def _rope_fields(fields: Fields) -> tuple[Fields, Fields]:
     if not isinstance(full, dict) or not isinstance(local, dict):
         raise fields.wrong("rope_parameters", "an object of objects")
     return Fields(full, "the rope parameters"), Fields(local, "the local rope parameters")
+
+
+def _mrope_sections(fields: Fields, rope: Fields, head_dim: int) -> tuple[int, ...]:
+    """Frequencies of time, height and width, where each has every third (Qwen3-VL). Returns () if one position rotates
+    them all."""
+    if not fields.text("model_type").startswith("qwen3_vl"):
+        return ()
+    found = rope.get("mrope_section", [24, 20, 20])
+    if not isinstance(found, list) or len(found) != 3 or not all(isinstance(n, int) and n > 0 for n in found):
+        raise rope.wrong("mrope_section", "three numbers of frequencies")
+    if sum(found) != head_dim // 2 or 3 * max(found[1:]) > head_dim // 2 + 1:
+        raise rope.wrong("mrope_section", f"{head_dim // 2} frequencies in all, and every third at most")
+    return tuple(found)
 
 
 def _activation(fields: Fields) -> str:

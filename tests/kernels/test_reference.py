@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +20,7 @@ from emberline.kernels.backend import (
 )
 from emberline.kernels.reference import TorchBackend, TorchMatrix, attend, rms_norm, rotate
 from emberline.kernels.routing import Routing
+from emberline.models.decoder import StepInputs
 from emberline.protocol.block_hash import KVGroup
 
 HIDDEN, TOKENS, EPS = 24, 21, 1e-6
@@ -45,11 +45,13 @@ def run(layer: Layer, x: Tensor, *chunks: int) -> Tensor:
     kv = [torch.full((4, *group.block_shape), torch.nan)]
     start = 0
     for n in chunks:
-        step = SimpleNamespace(
+        step = StepInputs(
+            token_ids=torch.zeros(n, dtype=torch.int32),
             positions=torch.arange(start, start + n, dtype=torch.int32),
             query_starts=torch.tensor([0, n]),
             context_lens=torch.tensor([start + n]),
             block_tables=[torch.tensor([[2, 0, 3]])],
+            sample_tokens=torch.zeros(0, dtype=torch.int64),
         )
         context = backend.begin_step(step, kv, (group,), [rope(attn.rotary_dim)])
         backend.run_layers([layer], out[start : start + n], context)

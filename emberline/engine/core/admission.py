@@ -142,6 +142,12 @@ class AdmissionPolicy:
         """The plan computes the blocks with these keys, from now until it is `done`."""
         self._computing.setdefault(id(plan), set()).update(keys)
 
+    def chunk(self, plan: StepPlan, seq: Sequence, n: int) -> int:
+        """Tokens that the next chunk of a prompt with images may have, of n. Returns 0 if it waits for a later plan."""
+        for chunk in self._moments.chunk:
+            n = chunk(plan, seq, n)
+        return n
+
     def done(self, plan: StepPlan) -> None:
         self._computing.pop(id(plan), None)
 

@@ -151,6 +151,11 @@ class Feature:
     def admitted(self, seq: Sequence, n_hit: int) -> None:
         """Take note of a sequence whose table has its n_hit cached blocks; it gets a slot unless it is held now."""
 
+    def chunk(self, plan: StepPlan, seq: Sequence, n: int) -> int:
+        """Say how many tokens of a prompt with images, of n that are left or fit, the plan's next chunk may have. It
+        must not be 0 in a plan without rows."""
+        raise NotImplementedError
+
     def computed(self, seq: Sequence, n_tokens: int) -> None:
         """Take note of the tokens that steps have computed of a running sequence that does not sample."""
 
@@ -284,6 +289,7 @@ class Moments:
         self.gives_back: tuple[Callable[[Sequence], bool], ...] = found("gives_back")
         self.bring: tuple[Callable[[Sequence], Brought | None], ...] = found("bring")
         self.admitted: tuple[Callable[[Sequence, int], None], ...] = found("admitted")
+        self.chunk: tuple[Callable[[StepPlan, Sequence, int], int], ...] = found("chunk")
         self.computed: tuple[Callable[[Sequence, int], None], ...] = found("computed")
         self.published: tuple[Callable[[Sequence, int, int], None], ...] = found("published")
         self.discarded: tuple[Callable[[Sequence], None], ...] = found("discarded")

@@ -220,6 +220,8 @@ class StepPlanner:
             start, n = seq.n_computed, seq.n_tokens - seq.n_computed
             if n > left:
                 n = self._prefill.align(work, start, left)
+            if seq.flags & Flag.IMAGES and (n := self._admission.chunk(plan, seq, n)) <= 0:
+                continue
             if self._add_row(plan, seq, n, seq.n_due):
                 work.add(n, seq.n_computed)
                 keys = seq.keys[start // BLOCK_TOKENS : seq.n_computed // BLOCK_TOKENS]

@@ -1,6 +1,7 @@
 """One request in the engine: plain data that only the scheduler and its policies change."""
 
 import secrets
+from collections.abc import Mapping
 from dataclasses import InitVar, dataclass, field
 from math import inf
 from typing import Literal, NamedTuple
@@ -48,8 +49,9 @@ class Flag:
     FAILED = 1024  # a step with it has failed since one succeeded
     NO_DRAFTS = 2048  # its request forbids drafts
     MASKED = 4096  # its request allows some tokens only: each of its draws has a mask
+    IMAGES = 8192  # its prompt has images: a feature bounds its chunks
     SUSPECT = UNTRIED | FAILED
-    PLAIN = LOGPROBS | DRAFT_REPORTS | NO_DRAFTS  # flags that make no difference to a plan
+    PLAIN = LOGPROBS | DRAFT_REPORTS | NO_DRAFTS | IMAGES  # flags that make no difference to a plan
 
 
 class SequenceSnapshot(NamedTuple):
@@ -109,6 +111,7 @@ class Sequence:
     n_prompt: int = field(init=False)
     ids: bytearray = field(init=False)  # prompt and output, u32 LE
     keys: list[bytes] = field(init=False)  # content keys of the full blocks of ids, as far as they are computed
+    extras: Mapping[int, bytes] = field(init=False)  # what else the keys of some blocks depend on
     effective_class: Priority = field(init=False)  # its priority class, or a better one once it has starved
     flags: int = field(init=False)  # bits of Flag
     hit: PrefixHit = field(default_factory=PrefixHit)  # what the cache had of it when it was last asked
@@ -141,7 +144,9 @@ class Sequence:
             | Flag.UNTRIED
         )
         self.ids = bytearray(request.prompt_ids + request.output_ids)
-        self.keys = block_hash.split(request.keys)
+        self.keys, self.extras = block_hash.split(request.keys), block_hash.NO_EXTRAS
+        if request.images:
+            self.extras = block_hash.extras_at((image.start, image.digest) for image in request.images)
 
     def snapshot(self) -> SequenceSnapshot:
         """The sequence as plain data."""
@@ -282,7 +287,7 @@ class Sequence:
 
     def extend_keys(self, n_blocks: int | None = None) -> None:
         """Compute the content keys of the first n_blocks blocks, or of all full ones."""
-        block_hash.extend(self.keys, self.root_key, self.ids, n_blocks)
+        block_hash.extend(self.keys, self.root_key, self.ids, n_blocks, self.extras)
 
     def vacated(self, n_computed: int) -> None:
         """Remember how much of the prompt was computed, before the table is released."""

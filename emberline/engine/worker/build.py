@@ -31,6 +31,7 @@ from emberline.engine.grammar.compiler import MatcherCompiler
 from emberline.engine.grammar.guide_jobs import GuideThreads
 from emberline.engine.grammar.guided_decoding import GuidedDecoding
 from emberline.engine.grammar.guided_rules import Guides
+from emberline.engine.images.prompt_images import PromptImages
 from emberline.engine.memory import default_kv_bytes, free_host_bytes
 from emberline.engine.ranks.flags import layout_of, threads_of_rank
 from emberline.engine.runners.cpu.runner import CpuRunner
@@ -62,6 +63,7 @@ from emberline.protocol.frames import EngineInfo
 from emberline.protocol.parallel_layout import Layout
 from emberline.weights.checkpoint import Checkpoint, open_checkpoint
 from emberline.weights.generated import generate_checkpoint
+from emberline.weights.image_settings import read_image_processor
 from emberline.weights.model_config import ModelConfig
 from emberline.weights.readahead import ReadAhead, model_files
 from emberline.weights.task_config import TaskConfig, read_json, task_of
@@ -69,6 +71,7 @@ from emberline.weights.whisper_files import CONTEXT_LEN, read_whisper
 
 if TYPE_CHECKING:
     from emberline.engine.encoders.encoder_loop import EncoderLoop
+    from emberline.engine.images.tower_loading import Images
     from emberline.engine.ranks.rank_group import RankGroup
     from emberline.engine.ranks.rank_runner import FollowerLoop
     from emberline.engine.runners.gpu.preparation import StepPreparation
@@ -101,6 +104,7 @@ class _Loaded(NamedTuple):
     layout: Layout
     drafting: Drafting
     speculation: Speculator | None
+    images: "Images | None" = None
 
     @property
     def kv_groups(self) -> tuple[KVGroup, ...]:
@@ -212,7 +216,7 @@ def _build_decoder(
             cpu_shares.set_threads(model.backend, args.threads)
             timeline.end("model")
             listener, address = _listen(args, closing) if args.rank else (None, "")  # before rank 0 is told
-            loaded = _load_drafters(model, fingerprint, device, args)
+            loaded = _load_drafters(model, fingerprint, device, args)._replace(images=_load_tower(model, device, args))
             size = partial(_size_cache, loaded, args, group, address)
             opened = OPENERS.get(model.backend, _open_cpu)(loaded, args, size, compile_server)
             loop, stored = _build_loop(loaded, opened, args, group)
@@ -253,6 +257,7 @@ def _build_decoder(
         transfers=receives_by,
         layout=layout,
         ranks=getattr(group, "endpoints", ()),
+        images=None if loaded.images is None else loaded.images.processor,
     )
     if not isinstance(loop, StepLoop):  # a follower says that it is ready when it runs
         if listener is not None and transfers is not None:
@@ -279,6 +284,15 @@ def _load_drafters(model: Any, fingerprint: str, device: str, args: argparse.Nam
     return _Loaded(model, fingerprint, device, layout, drafting, speculation)
 
 
+def _load_tower(model: Any, device: str, args: argparse.Namespace) -> "Images | None":
+    """Load the vision tower of a checkpoint. Returns None if it has none, or the engine takes no images."""
+    if (processor := read_image_processor(args.model)) is None:
+        return None
+    from emberline.engine.images.tower_loading import open_images
+
+    return open_images(processor, args, model, device)
+
+
 def _size_cache(
     loaded: _Loaded, args: argparse.Namespace, group: "RankGroup | None", address: str, kv_bytes: int
 ) -> tuple[list[int], KVCache, Limits]:
@@ -297,13 +311,14 @@ def _open_cpu(loaded: _Loaded, args: argparse.Namespace, size: Sizing, _: Compil
     n_blocks, cache, limits = size((args.kv_bytes or default_kv_bytes(device)) // loaded.layout.n_ranks)
     cpu_share = cpu_shares.open_share(args.cpu_share, args.threads, cpu_shares.thread_setter(model.backend))
     shared, head = args.role != "both", loaded.drafting.head
+    images = None if loaded.images is None else loaded.images.rows
     runner: CpuRunner
-    if model.backend == "native" and head is None and loaded.layout.n_ranks == 1:
+    if model.backend == "native" and head is None and images is None and loaded.layout.n_ranks == 1:
         runner = CpuRunner(model, n_blocks, limits, prefill, shared, cpu_share)
-    else:  # draft heads, and the stages of a pipeline, compute with tensors
+    else:  # draft heads, towers, and the stages of a pipeline, compute with tensors
         from emberline.engine.runners.cpu.torch_runner import TorchRunner
 
-        runner = TorchRunner(model, n_blocks, limits, device, prefill, shared, cpu_share, head)
+        runner = TorchRunner(model, n_blocks, limits, device, prefill, shared, cpu_share, head, images)
     if runner.memory is None:
         return _Opened(runner, cache, limits, prefill)
     mooncake = process.mooncake_engine(runner.memory, args)
@@ -319,9 +334,10 @@ def _open_gpu(loaded: _Loaded, args: argparse.Namespace, size: Sizing, compiler:
     from emberline.engine.runners.gpu.tiers import CudaMover, PinnedAllocator
     from emberline.engine.runners.gpu.transfer import device_transfers, exported_pools
 
-    model, fingerprint, device, layout, (head, _), speculation = loaded
+    model, fingerprint, device, layout, (head, _), speculation, images = loaded
     limits, speculates = _limits(model.config, None, args), speculation is not None
-    engine = GpuEngine.open(model, limits, device, args.kv_bytes, args.memory_share, speculates, head)
+    rows = None if images is None else images.rows
+    engine = GpuEngine.open(model, limits, device, args.kv_bytes, args.memory_share, speculates, head, rows)
     n_blocks, cache, limits = size(engine.memory.kv)
     sizes = pool_blocks(n_blocks, limits.max_running, head)
     exports = args.role != "both" or (layout.n_ranks == 1 and args.join)  # in a cluster, its role may change
@@ -363,8 +379,9 @@ def _build_loop(
         lead_kv(group, transfers, tiers)
     cache, limits, grammars = opened.cache, opened.limits, MatcherCompiler(opened.limits.vocab_size)
     scheduler = build_scheduler(
-        cache, limits, fingerprint, grammars, opened.prefill, transfers, loaded.speculation, tiers, layout.pp
-    )
+        cache, limits, fingerprint, grammars, opened.prefill, transfers, loaded.speculation, tiers, layout.pp,
+        images=None if loaded.images is None else loaded.images.feature,
+    )  # fmt: skip
     runner: Runner = opened.runner
     if group is not None:
         runner = leading = leader_runner(group, runner, samples_everywhere=idle_task is not None)
@@ -397,6 +414,7 @@ def build_scheduler(
     tiers: TierPort | None = None,
     micro_batches: int = 1,
     guide_threads: GuideThreads | None = None,
+    images: PromptImages | None = None,
 ) -> Scheduler:
     """Build a scheduler with the features that are given. Without `grammars`, the grammars of requests are ignored."""
     prefill = prefill or PrefillPolicy()
@@ -413,6 +431,7 @@ def build_scheduler(
     features += [
         AllowedTokens(limits.vocab_size),
         PromptScoring(composition.why_not("prompt_logprobs", "pp") if micro_batches > 1 else None),
+        images or PromptImages(),
     ]
     if tiers is not None:
         features.append(Tiering(tiers))

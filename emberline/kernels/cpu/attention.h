@@ -29,6 +29,7 @@ typedef struct {
     const int32_t *positions;    // [tokens]
     const int32_t *query_starts; // [rows + 1]
     const int32_t *context_lens; // [rows], including the new tokens
+    const int32_t *last_visible; // [tokens], up to where each sees, at least itself, ascending in a row; null: itself
 } step;
 
 typedef struct {
@@ -196,7 +197,7 @@ static void attend_tile(const attention *at, const step *st, const cache *kv, co
     for (int i = 0; i < n; i++) {
         int64_t token = first + i / group, position = st->positions[token];
         q[i] = qkv + token * stride + (kv_head * group + i % group) * dim;
-        last_visible[i] = (int32_t)position;
+        last_visible[i] = st->last_visible ? st->last_visible[token] : (int32_t)position;
         first_visible[i] = at->window && position >= at->window ? (int32_t)position - at->window + 1 : 0;
         best[i] = -1e30f;
         total[i] = 0.f;

@@ -52,7 +52,10 @@ class _Mlp(ctypes.Structure):
 
 
 class _Step(ctypes.Structure):
-    _fields_ = [*_fields(c_int64, "tokens", "rows"), *_fields(c_void_p, "positions", "query_starts", "context_lens")]
+    _fields_ = [
+        *_fields(c_int64, "tokens", "rows"),
+        *_fields(c_void_p, "positions", "query_starts", "context_lens", "last_visible"),
+    ]
 
 
 class _Cache(ctypes.Structure):
@@ -170,7 +173,7 @@ class NativeBackend:
     def inference(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
-    def constant(self, values: NDArray[np.float32]) -> Any:
+    def constant(self, values: NDArray[Any]) -> Any:
         return values
 
     # --- loading ------------------------------------------------------------------------------------------------------
@@ -237,11 +240,13 @@ class NativeBackend:
     def begin_step(self, step: Any, kv: list[Array], groups: tuple[KVGroup, ...], ropes: list[Rope]) -> NativeStep:
         tokens, rows = step.positions.shape[0], step.context_lens.shape[0]
         pointers = map(_address, (step.positions, step.query_starts, step.context_lens))
-        context = NativeStep(_Step(tokens, rows, *pointers), (_Cache * len(kv))(), [step])
-        positions = np.asarray(step.positions).astype(np.float32)
+        seen = None if step.images is None else step.images.last_visible
+        context = NativeStep(_Step(tokens, rows, *pointers, _address(seen)), (_Cache * len(kv))(), [step])
+        positions = np.asarray(step.rotary_positions).astype(np.float32)
         for cache, pool, table, rope in zip(context.caches, map(np.asarray, kv), step.block_tables, ropes, strict=True):
             table = np.asarray(table)
-            angles = np.outer(positions, rope.inverse_frequencies).astype(np.float64)  # rounded to float32 before
+            angles = rope.by_frequency(positions) * np.asarray(rope.inverse_frequencies)
+            angles = angles.astype(np.float64)  # rounded to float32 before
             cosine, sine = ((wave(angles) * rope.scale).astype(np.float32) for wave in (np.cos, np.sin))
             context.keep += [cosine, sine, pool, table]
             cache.pool, cache.block_stride = _address(pool), pool.strides[0] // pool.itemsize

@@ -13,30 +13,38 @@ from emberline.protocol.block_hash import BLOCK_TOKENS
 
 
 @triton.jit
-def _rotary_table(positions, frequencies, cosine, sine, half, scale, BLOCK: tl.constexpr):
+def _rotary_table(
+    positions, frequencies, axes, cosine, sine, half, axis_stride, scale, BLOCK: tl.constexpr, AXES: tl.constexpr
+):
     token = tl.program_id(0)
     i = tl.arange(0, BLOCK)
     mask = i < half
-    position = tl.load(positions + token).to(tl.float32)
+    if AXES:
+        axis = tl.load(axes + i, mask=mask, other=0)
+        position = tl.load(positions + axis * axis_stride + token, mask=mask, other=0).to(tl.float32)
+    else:
+        position = tl.load(positions + token).to(tl.float32)
     angle = position * tl.load(frequencies + i, mask=mask, other=0.0)
     tl.store(cosine + token * half + i, tl.cos(angle) * scale, mask=mask)
     tl.store(sine + token * half + i, tl.sin(angle) * scale, mask=mask)
 
 
 def rotary_table(positions: Tensor, rope: Rope, out: Tensor) -> tuple[Tensor, Tensor]:
-    """cosine, sine: float32 [tokens, head_dim / 2], in the memory `out`."""
-    tokens, half = positions.shape[0], rope.inverse_frequencies.shape[0]
+    """cosine, sine: float32 [tokens, head_dim / 2], in the memory `out`. positions: [tokens], or under M-RoPE
+    [3, tokens]."""
+    tokens, half, by_axis = positions.shape[-1], rope.inverse_frequencies.shape[0], positions.dim() == 2
     cosine = out[: tokens * half].view(tokens, half)
     sine = out[tokens * half : 2 * tokens * half].view(tokens, half)
     if tokens:
         _rotary_table[(tokens,)](
-            positions, rope.inverse_frequencies, cosine, sine, half, rope.scale, BLOCK=next_power_of_two(half)
-        )
+            positions, rope.inverse_frequencies, rope.axes if by_axis else positions, cosine, sine, half,
+            positions.stride(0), rope.scale, BLOCK=next_power_of_two(half), AXES=int(by_axis),
+        )  # fmt: skip
     return cosine, sine
 
 
 def rotary_table_reference(positions: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
-    angles = torch.outer(positions.float(), rope.inverse_frequencies)
+    angles = rope.by_frequency(positions.float()) * rope.inverse_frequencies
     return angles.cos() * rope.scale, angles.sin() * rope.scale
 
 

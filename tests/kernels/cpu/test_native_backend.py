@@ -3,7 +3,6 @@
 import platform
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +13,7 @@ from emberline.kernels.backend import MLP, GroupedQueryAttention, Rope
 from emberline.kernels.cpu.native_backend import NativeBackend, set_threads
 from emberline.kernels.native_library import library_path
 from emberline.kernels.reference import TorchBackend
+from emberline.models.decoder import ImageInputs, StepInputs
 from emberline.protocol.block_hash import BLOCK_TOKENS, KVGroup
 from emberline.weights.tensors import Affine
 
@@ -175,10 +175,12 @@ def test_embedding(native, rng, bits: int) -> None:
     torch.testing.assert_close(got, torch.from_numpy(source.numbers)[ids.long()] * 2.0, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("window", [None, 1, 20])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(9, 3, 64), (4, 4, 16), (16, 1, 80), (2, 1, 256)])
-def test_attention(native, rng, window: int | None, heads: int, kv_heads: int, head_dim: int) -> None:
-    """Three sequences in a pool of two layers: a prefill, a chunk after a cached part, a decode."""
+def test_attention(native, rng, window: int | None, heads: int, kv_heads: int, head_dim: int, ahead: bool) -> None:
+    """Three sequences in a pool of two layers: a prefill, a chunk after a cached part, a decode. ahead: every eighth
+    token and those after it see up to the seventh after it, as those of an image do."""
     group = KVGroup("g", (0, 1), kv_heads, head_dim, "float16", window)
     norms = [vector(rng, head_dim) for _ in range(2)]
     rope = Rope(torch.from_numpy((100.0 ** -np.linspace(0, 1, head_dim // 2)).astype(np.float32)), 1.1)
@@ -210,12 +212,19 @@ def test_attention(native, rng, window: int | None, heads: int, kv_heads: int, h
             live = [r for r in range(3) if lengths[r]]
             starts = np.cumsum([0, *(lengths[r] for r in live)])
             positions = np.concatenate([np.arange(past[r], past[r] + lengths[r]) for r in live])
-            step = SimpleNamespace(
+            contexts = [past[r] + lengths[r] for r in live]
+            step = StepInputs(
+                token_ids=torch.zeros(len(positions), dtype=torch.int32),
                 positions=torch.tensor(positions, dtype=torch.int32),
                 query_starts=torch.tensor(starts, dtype=torch.int32),
-                context_lens=torch.tensor([past[r] + lengths[r] for r in live], dtype=torch.int32),
+                context_lens=torch.tensor(contexts, dtype=torch.int32),
                 block_tables=[tables[live].contiguous()],
+                sample_tokens=torch.zeros(0, dtype=torch.int64),
             )
+            if ahead:
+                ends = np.repeat(contexts, np.diff(starts))
+                seen = torch.from_numpy(np.minimum(positions | 7, ends - 1).astype(np.int32))
+                step.images = ImageInputs(step.sample_tokens, torch.zeros(0, 1), seen)
             context = backend.begin_step(step, [pool], (group,), [rope])
             out = backend.attention(torch.randn(len(positions), width), attention, context)
         return out

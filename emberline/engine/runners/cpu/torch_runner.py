@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from emberline.engine.core.limits import Limits
-from emberline.engine.core.plan import Sampled, StepPlan
+from emberline.engine.core.plan import Admission, Sampled, StepPlan
 from emberline.engine.core.prefill_policy import PrefillPolicy
+from emberline.engine.images.step_images import ImageRow, ImageRows, SlotImages
 from emberline.engine.runners.cpu.draft_model_runner import DraftModelRunner
 from emberline.engine.runners.cpu.head_runner import HeadRunner
 from emberline.engine.runners.cpu.runner import CpuRunner, Draft, host_pages, pool_shape
@@ -47,8 +48,12 @@ class TorchRunner(CpuRunner):
         shared: bool = False,
         cpu_share: AbstractContextManager[None] | None = None,
         head: DraftHead | DraftModel | None = None,
+        images: ImageRows | None = None,
     ) -> None:
-        """head: a draft head or model, whose KV groups follow the model's own in `n_blocks`."""
+        """head: a draft head or model, whose KV groups follow the model's own in `n_blocks`. images: makes the rows of
+        images; None: no request has any."""
+        self._images = images
+        self._slot_images: list[SlotImages | None] = [None] * limits.max_running
         self._device, self._torch_model = torch.device(device), model
         self._groups, n_own, rows = model.kv_groups, len(model.kv_groups), limits.max_running
         if head is not None:
@@ -71,6 +76,24 @@ class TorchRunner(CpuRunner):
     def _array(self, values: NDArray[Any]) -> Tensor:
         tensor = torch.from_numpy(values)
         return tensor if self._device.type == "cpu" else tensor.to(self._device)
+
+    def _admit(self, admission: Admission) -> None:
+        super()._admit(admission)
+        if self._images is not None:
+            self._slot_images[admission.slot] = self._images.of(admission.request)
+
+    def _inputs(self, plan: StepPlan) -> tuple[StepInputs, list[SamplerRow]]:
+        inputs, samplers = super()._inputs(plan)
+        if self._images is not None:
+            found, first = list[ImageRow](), 0
+            for row in plan.rows:
+                images = self._slot_images[row.slot]
+                if images is not None and images.concern(row.start):
+                    found.append(ImageRow(row.start, row.stop, first, images))
+                first += row.stop - row.start
+            if found:
+                self._images.complete(inputs, found)
+        return inputs, samplers
 
     def _forward(self, plan: StepPlan, inputs: StepInputs) -> tuple[Tensor, Draft | None]:
         if self.head is None:

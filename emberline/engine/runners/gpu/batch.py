@@ -12,6 +12,7 @@ from torch import Tensor
 
 from emberline.engine.core.plan import Masks, Row
 from emberline.engine.core.rows import Ints
+from emberline.engine.images.step_images import ImageRow
 from emberline.engine.runners.gpu.prompt_scores import DeviceStepScores
 from emberline.engine.runners.gpu.shapes import (
     CHUNK_ROWS,
@@ -112,6 +113,7 @@ class StepBatch:
     logprobs: list[int | None] | None = None  # what each of them wants; None: none wants any
     masked: bool = False  # some row has a grammar, and waits for its mask
     scores: DeviceStepScores | None = None  # what it scores
+    has_images: bool = False  # some chunk has: how long the step takes says nothing about others
     left_out: list[int] | None = None  # drafts of each sampling row, where the step does not verify them
 
     @property
@@ -155,6 +157,15 @@ class StepBatch:
         index = {first: n for n, first in enumerate(firsts)}
         kept = [(n, place) for n, place in enumerate(masks.rows) if place in index]
         return Masks([index[place] for _, place in kept], masks.bits[[n for n, _ in kept]])
+
+    def with_images(self, slots: Slots) -> list[ImageRow]:
+        """Its chunks that images concern."""
+        starts = accumulate((row.end - row.start for row in self.chunks), initial=self.n_decodes)
+        return [
+            ImageRow(row.start, row.end, first, slot.images)
+            for row, first, slot in zip(self.chunks, starts, slots.of(self.chunks))
+            if slot.images is not None and slot.images.concern(row.start)
+        ]
 
     def score(self, slots: Slots, device: torch.device, at_once: int) -> None:
         """Score the tokens of its chunks for which the plan asks that."""

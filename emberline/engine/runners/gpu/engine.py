@@ -10,6 +10,7 @@ import torch
 
 from emberline.engine.core.latency_target import LatencyTarget
 from emberline.engine.core.limits import Limits
+from emberline.engine.images.step_images import ImageRows
 from emberline.engine.runners.gpu.memory_budget import DeviceMemoryBudget, device_memory_budget
 from emberline.engine.runners.gpu.rank_memory import StepMemory, bound_context, weight_bytes
 from emberline.engine.runners.gpu.runner import STEPS_IN_FLIGHT, GpuRunner
@@ -37,6 +38,7 @@ class GpuEngine:
     prefill: LatencyTarget
     speculates: bool = False  # steps may verify drafts
     head: GpuDraftHead | DraftModel | None = None
+    images: ImageRows | None = None  # None: no request has any
 
     @classmethod
     def open(
@@ -48,8 +50,10 @@ class GpuEngine:
         memory_share: float = 1.0,
         speculates: bool = False,
         head: GpuDraftHead | DraftModel | None = None,
+        images: ImageRows | None = None,
     ) -> "GpuEngine":
         """`limits` of the model; the KV cache may reduce its context further. `memory_share`: of the device."""
+        image_bytes = 0 if images is None else images.cache.measured_bytes()
         weights = torch.cuda.memory_allocated(device)
         limits = bound_context(limits, model, torch.cuda.mem_get_info(device)[0])
         step = StepMemory.of(model, limits, speculates, head)
@@ -65,7 +69,7 @@ class GpuEngine:
             weights,
             step.workspace,
             step.state,
-            step.reserve + step.collectives,
+            step.reserve + step.collectives + image_bytes,
             allocated,
             kv_bytes,
             memory_share,
@@ -73,7 +77,7 @@ class GpuEngine:
         _log.info("%s", memory.table())
         drafts, n_stages = partial(most_drafts, max_rows=limits.max_running), model.shard.layout.pp
         prefill = LatencyTarget(GPU_SHAPES, most_drafts=drafts, n_stages=n_stages)
-        return cls(model, device, sampler, memory, prefill, speculates, head)
+        return cls(model, device, sampler, memory, prefill, speculates, head, images)
 
     @property
     def steps_in_flight(self) -> int:
@@ -98,6 +102,7 @@ class GpuEngine:
             self.head,
             samples=layout.pp == 1 or layout.rank(position) == layout.sampling_rank,
             steps_in_flight=self.steps_in_flight,
+            images=self.images,
         )
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from emberline.engine.core.limits import Limits
 from emberline.engine.core.plan import DeviceLost, Masks, Row, RowScores, SampledToken, StepPlan, drawn_ids
 from emberline.engine.core.prefill_policy import PrefillPolicy, StepWork
+from emberline.engine.images.step_images import ImageRows
 from emberline.engine.runners.cpu.torch_runner import Model, allocate_pool
 from emberline.engine.runners.gpu.batch import (
     DecodeBuffers,
@@ -120,10 +121,13 @@ class GpuRunner:
         head: GpuDraftHead | DraftModel | None = None,
         samples: bool = True,
         steps_in_flight: int = STEPS_IN_FLIGHT,
+        images: ImageRows | None = None,
     ) -> None:
         """The KV groups of a draft head or model come last, with a block of each slot that the cache does not know.
-        samples: not so ranks of a pipeline but one; steps_in_flight: that may be launched before the first is read."""
+        samples: not so ranks of a pipeline but one; steps_in_flight: that may be launched before the first is read.
+        images: makes the rows of images; None: no request has any."""
         self._model, self._kernels, self._prefill, self._samples = model, kernels, prefill, samples
+        self._images = images
         self._device = torch.device(device)
         if self._device.type == "cuda":
             stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
@@ -143,7 +147,7 @@ class GpuRunner:
         # Padding behind the drafts of a row reaches beyond its context.
         width = table_width(limits.context_len + (MAX_ROW_TOKENS if speculates else 0))
         self._max_rows = rows
-        self._slots = Slots(rows, groups, width, sampler, self._device)
+        self._slots = Slots(rows, groups, width, sampler, self._device, images)
         self._decode = DecodeBuffers(rows, groups, width, self._device, self._verified)
         self._mixed = MixedBuffers(limits.token_budget, rows, width, self._device)
         self._sampled = sampled_tensors(n_draws, self._device)
@@ -310,7 +314,7 @@ class GpuRunner:
         return _Launched(
             batch,
             outputs,
-            work if typical and batch.scores is None else None,
+            work if typical and batch.scores is None and not batch.has_images else None,
             n_decodes,
             sample,
             drafting,
@@ -429,9 +433,22 @@ class GpuRunner:
 
     def _forward(self, inputs: StepInputs, slots: Tensor, drafts: bool = False) -> Tensor:
         """slots: of each row, or of each token where drafts are verified."""
+        if inputs.rope_positions is None:
+            inputs.rope_positions = self._rope_positions(inputs, slots, drafts)
         if self._chain is None:
             return self._model.forward(inputs, self._kv)
         return self._model.forward(inputs, self._model_kv, self._chain.reading(slots, drafts))
+
+    def _rope_positions(self, inputs: StepInputs, slots: Tensor, drafts: bool) -> Tensor | None:
+        """Positions under M-RoPE of tokens of replies, and of prompts without images. Returns None if the tokens' own
+        positions rotate them."""
+        deltas = self._slots.rope_deltas
+        if deltas is None:
+            return None
+        positions = inputs.positions.clone()
+        n_replies = len(slots) if drafts else min(inputs.shape.decode_rows, len(positions))
+        positions[:n_replies] += deltas.index_select(0, slots[:n_replies].clamp(min=0))
+        return positions
 
     def _decode_body(self, n_rows: int, cascade: bool) -> Tensor:
         self._kernels.prepare(self._decode.packet(n_rows), self._slots.state, self._decode.inputs)
@@ -538,8 +555,8 @@ class GpuRunner:
     # --- chunks -----------------------------------------------------------------------------------------------------
 
     def _launch_mixed(self, batch: StepBatch) -> tuple[int, Callable[[], None] | None]:
-        shape = MixedShape.exact(batch)
-        if self._pads and batch.scores is None:
+        shape, with_images = MixedShape.exact(batch), batch.with_images(self._slots) if self._images is not None else []
+        if self._pads and batch.scores is None and not with_images:
             shape = MixedShape.of(batch, self._max_rows, self.graph_tokens)
         if shape.padded:
             wanted = StepKind(shape, self._find_shared(batch))
@@ -552,8 +569,12 @@ class GpuRunner:
             longest = self._mixed.send(batch, shape, self._slots.spare)
             inputs = self._mixed.inputs(shape, self._slots.state, batch, longest)
             rows = self._mixed.sampled_rows(shape, batch)
-            inputs.scored = None if batch.scores is None else batch.scores.tokens
-            logits, self._typical = self._mixed_body(inputs, self._mixed.row_slots(shape), rows), False
+            inputs.scored, slots = None if batch.scores is None else batch.scores.tokens, self._mixed.row_slots(shape)
+            if with_images and self._images is not None:
+                batch.has_images = True
+                inputs.rope_positions = self._rope_positions(inputs, slots, drafts=False)
+                self._images.complete(inputs, with_images)
+            logits, self._typical = self._mixed_body(inputs, slots, rows), False
         return shape.n_decodes, (lambda: self._sample(logits, *rows, guided=True)) if batch.masked else None
 
     def _mixed_body(self, inputs: StepInputs, row_slots: Tensor, rows: SampledRows) -> Tensor:

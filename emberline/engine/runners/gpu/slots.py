@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from emberline.engine.core.plan import Admission, Masks, Row, n_accepted
 from emberline.engine.core.rows import Ints
+from emberline.engine.images.step_images import ImageRows, SlotImages
 from emberline.engine.runners.cpu.runner import sampler_row
 from emberline.engine.runners.gpu.stream import Upload
 from emberline.engine.runners.prompt_scores import ScoredPrompt
@@ -42,6 +43,7 @@ class Slot:
     banned: tuple[int, ...] = ()
     n_told: int = 0  # rows whose tokens the host gave
     scored: ScoredPrompt | None = None  # None: its prompt is not scored
+    images: SlotImages | None = None  # None: its prompt has none
     uncounted: bool = False  # the device lacks tokens of its rows that did not sample
 
 
@@ -51,7 +53,16 @@ Penalized = list[tuple[Row, Slot, int]]  # rows, their slots, and how often the 
 class Slots:
     """Block tables are kept twice: on the host for inspection, on the device for kernels."""
 
-    def __init__(self, n_slots: int, n_groups: int, width: int, sampler: Any, device: torch.device) -> None:
+    def __init__(
+        self,
+        n_slots: int,
+        n_groups: int,
+        width: int,
+        sampler: Any,
+        device: torch.device,
+        images: ImageRows | None = None,
+    ) -> None:
+        """images: None if no request has any."""
         self.tables = np.zeros((n_groups, n_slots + 1, width), np.int32)
         self.state = SlotState(
             torch.zeros(n_slots + 1, dtype=torch.int32, device=device),
@@ -60,6 +71,10 @@ class Slots:
             torch.zeros(n_slots + 1, dtype=torch.int32, device=device),
             torch.zeros(n_slots + 1, MAX_DRAFTS, dtype=torch.int32, device=device),
         )
+        self._images = images
+        mrope = images is not None and images.mrope
+        # What is added to the positions of tokens after each prompt; None: the model has no M-RoPE.
+        self.rope_deltas = torch.zeros(n_slots + 1, dtype=torch.int32, device=device) if mrope else None
         self.spare = n_slots  # for padding: its table has null blocks only
         self.n_admitted = 0
         self.sampler: SlotSampler = sampler
@@ -81,6 +96,9 @@ class Slots:
 
     def admit(self, admission: Admission) -> None:
         request, row = admission.request, sampler_row(admission)
+        images = None if self._images is None else self._images.of(request)
+        if self.rope_deltas is not None:
+            self.rope_deltas[admission.slot] = 0 if images is None else images.rope_delta
         self.sampler.set(admission.slot, row)
         self._slots[admission.slot] = Slot(
             n_prompt=len(request.prompt_ids) // 4,
@@ -89,6 +107,7 @@ class Slots:
             sampler=row,
             ids=None if row.prompt_ids is None else bytearray(request.prompt_ids + admission.output_ids),
             scored=ScoredPrompt.of(request),
+            images=images,
         )
         self._passed[:, admission.slot] = 0
         unusual = request.masked or request.sampling.logprobs is not None or row.prompt_ids is not None

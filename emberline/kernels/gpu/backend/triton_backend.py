@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -104,7 +103,7 @@ class TritonBackend:
     def inference(self) -> AbstractContextManager[Any]:
         return torch.inference_mode()
 
-    def constant(self, values: NDArray[np.float32]) -> Tensor:
+    def constant(self, values: NDArray[Any]) -> Tensor:
         return torch.from_numpy(values).to(self.device)
 
     def load_matrix(
@@ -146,7 +145,7 @@ class TritonBackend:
         context = TritonStep(step, shape, kv, [], {}, {}, {}, self._mark_valid(step))
         for i, (group, rope) in enumerate(zip(groups, ropes, strict=True)):
             n = first_group + i
-            context.rotary.append(rotary_table(step.positions, rope, workspace.region(f"rotary{n}")))
+            context.rotary.append(rotary_table(step.rotary_positions, rope, workspace.region(f"rotary{n}")))
             attention = workspace.sizes.attentions[n]
             if isinstance(attention, LatentShape):
                 library = self._long if self._long_usable and self._expands(attention.q_dim, attention.v_dim) else None

@@ -1,0 +1,73 @@
+"""Opening of what an engine needs for images: the model's tower, the cache of its rows, and who may use them."""
+
+import argparse
+import logging
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from emberline.engine import composition
+from emberline.engine.images.prompt_images import CPU_STEP_PIXELS, GPU_STEP_PIXELS, PromptImages
+from emberline.engine.images.row_cache import RowCache
+from emberline.engine.images.step_images import ImageRows
+from emberline.models.vision.loading import load_tower
+from emberline.protocol.images import ImageProcessor
+from emberline.weights.model_config import BadCheckpoint
+
+CPU_ROW_BYTES, GPU_ROW_BYTES = 256 << 20, 1 << 30  # of the cache
+WHOLE_IMAGES = frozenset({"siglip"})  # families whose image tokens see all tokens of their image
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Images:
+    """What the parts of an engine need of a model's images."""
+
+    processor: ImageProcessor
+    rows: ImageRows  # of the runner
+    feature: PromptImages  # of the scheduler
+
+
+def open_images(processor: ImageProcessor, args: argparse.Namespace, model: Any, device: str) -> Images | None:
+    """Load the tower of a checkpoint. Returns None, and says why in the log, if the engine takes no images."""
+    why = _refusal(args, model, processor)
+    if why is not None:
+        _log.warning("images are refused: %s", why)
+        return None
+    on_gpu = device.startswith("cuda")
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    tower = load_tower(args.model, device=device, dtype=dtype, deterministic=args.deterministic)
+    if tower is None:
+        return None
+    if tower.hidden != model.config.hidden_size:
+        message = f"its projector makes rows of {tower.hidden} numbers, the model has {model.config.hidden_size}"
+        raise BadCheckpoint(f"the checkpoint's vision tower does not belong to its language model: {message}")
+    threads = 0 if on_gpu else args.threads or len(os.sched_getaffinity(0))
+    row_bytes, largest = GPU_ROW_BYTES if on_gpu else CPU_ROW_BYTES, processor.largest_tile
+    cache = RowCache(tower, processor.n_rows, row_bytes, device, threads, largest)
+    whole = processor.family in WHOLE_IMAGES
+    rows = ImageRows(cache, processor, whole, mrope=bool(model.config.mrope_sections))
+    pixels = GPU_STEP_PIXELS if on_gpu else CPU_STEP_PIXELS
+    _log.info("images are encoded by a tower of %.2f GiB", tower.n_bytes / (1 << 30))
+    return Images(processor, rows, PromptImages(processor, cache, pixels, whole))
+
+
+def _refusal(args: argparse.Namespace, model: Any, processor: ImageProcessor) -> str | None:
+    """Why the engine cannot take images. Returns None if it can."""
+    if args.random_weights is not None:
+        return "the weights are generated, and a tower's are not"
+    if (why := composition.why_not("images", *composition.of_layout(model.shard.layout))) is not None:
+        return why
+    if processor.family not in WHOLE_IMAGES:
+        return None
+    if model.backend == "triton":
+        return "the GPU kernels' attention cannot look ahead inside an image, as this model's does"
+    n_rows = processor.n_rows((processor.tile, processor.tile))
+    if n_rows + args.max_running > args.token_budget:
+        return f"a step computes an image's {n_rows} tokens together: --token-budget is too small beside --max-running"
+    windows = [window for window in model.config.windows if window is not None]
+    if windows and min(windows) < n_rows:
+        return f"an image of {n_rows} tokens is larger than the model's attention window"
+    return None

@@ -1,0 +1,127 @@
+"""Replies about images are those of transformers, whatever the family, the runner and the schedule."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from emberline.engine.runners.cpu.torch_runner import TorchRunner
+from emberline.engine.runners.gpu.runner import GpuRunner
+from emberline.protocol.errors import BadInput
+from tests.engine.images.small_engine import Prompt, SmallEngine
+from tests.models.vision.small_vision_models import MODELS, TEXT, save_vision_model
+
+SLOW = pytest.mark.slow
+FAMILIES = ["idefics3", *(pytest.param(family, marks=SLOW) for family in ("smolvlm", "mistral3", "kimi_k25"))]
+DEMANDING = ["gemma3", "qwen3_vl"]  # attention both ways inside an image; M-RoPE and deepstack
+SHORT_CHUNKS = 24  # tokens of a step, fewer than the prompts have
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Any]]:
+    """The models that were saved so far, by family."""
+    return {}
+
+
+@pytest.fixture
+def model(family: str, folders: dict[str, tuple[Path, Any]], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    if family not in folders:
+        folder = tmp_path_factory.mktemp(family)
+        folders[family] = folder, save_vision_model(folder, family)
+    return folders[family]
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *DEMANDING])
+def test_replies_equal_transformers(model: tuple[Path, Any], family: str) -> None:
+    """Three prompts at once, of one, two and three images."""
+    folder, reference = model
+    prompts = [Prompt(folder, family, images, seed) for seed, images in enumerate(([0], [1, 2], [0, 1, 2]))]
+    expected = [prompt.expected(reference) for prompt in prompts]
+    for runner in (TorchRunner,) if family == "gemma3" else (TorchRunner, GpuRunner):
+        engine = SmallEngine(folder, runner)
+        assert engine.replies(*(prompt.request(f"r{n}") for n, prompt in enumerate(prompts))) == expected
+
+
+@pytest.mark.parametrize("runner", [TorchRunner, GpuRunner])
+@pytest.mark.parametrize("family", ["idefics3", "qwen3_vl", "gemma3"])
+def test_chunks_and_cached_prefixes_that_end_inside_an_image(
+    model: tuple[Path, Any], family: str, runner: type[Any]
+) -> None:
+    if family == "gemma3" and runner is GpuRunner:
+        return  # refused: see test_tower_loading
+    folder, _ = model
+    prompt = Prompt(folder, family, [0, 2], seed=5)
+    inside = prompt.images[1]
+    (expected,) = SmallEngine(folder, runner, token_budget=128).replies(prompt.request("whole"))
+    engine = SmallEngine(folder, runner, token_budget=SHORT_CHUNKS)
+    assert engine.replies(prompt.request("chunks")) == [expected]
+    n_encoded = engine.load.image_tiles_encoded
+    # A turn whose blocks are cached up to a place inside the second image, which is computed from there on.
+    cut = (inside.start // 16 + 1) * 16
+    assert inside.start < cut < inside.end
+    engine = SmallEngine(folder, runner, token_budget=SHORT_CHUNKS)
+    other = Prompt(folder, family, [0, 2], seed=5, tail=0)
+    other.ids = [*prompt.ids[: inside.end], 1]
+    engine.replies(other.request("other", 1))
+    assert engine.replies(prompt.request("hit")) == [expected]
+    assert engine.load.cached_tokens >= cut
+    assert engine.load.image_tiles_encoded == n_encoded == 2
+
+
+@pytest.mark.parametrize("family", ["idefics3"])
+def test_other_pixels_have_other_blocks_and_replies(model: tuple[Path, Any], family: str) -> None:
+    folder, reference = model
+    engine = SmallEngine(folder)
+    first, second = (Prompt(folder, family, [1], seed) for seed in (1, 2))
+    assert first.ids == second.ids
+    replies = [engine.replies(prompt.request(f"r{n}"))[0] for n, prompt in enumerate((first, second, first, second))]
+    assert replies == 2 * [first.expected(reference), second.expected(reference)]
+    assert replies[0] != replies[1]
+    load = engine.load
+    assert (load.image_tiles_encoded, load.image_tiles_reused) == (6, 6)
+    assert load.cached_tokens >= 2 * 16 * (len(first.ids) // 16 - 1) - 32
+
+
+@pytest.mark.parametrize("family", ["idefics3"])
+def test_a_returning_conversation_encodes_nothing(model: tuple[Path, Any], family: str) -> None:
+    folder, reference = model
+    engine, prompt = SmallEngine(folder), Prompt(folder, family, [1], seed=3)
+    (reply,) = engine.replies(prompt.request("turn-1"))
+    prompt.ids += [*reply, 4, 5, 6, 7]
+    assert engine.replies(prompt.request("turn-2")) == [prompt.expected(reference)]
+    assert (engine.load.image_tiles_encoded, engine.load.image_tiles_reused) == (3, 3)
+    engine.loop.purge(None, b"")  # the KV is forgotten, the rows are not
+    assert engine.replies(prompt.request("turn-3")) == [prompt.expected(reference)]
+    assert (engine.load.image_tiles_encoded, engine.load.image_tiles_reused) == (3, 6)
+
+
+@pytest.mark.parametrize("family", ["idefics3"])
+def test_images_that_do_not_fit_their_prompt_are_refused(model: tuple[Path, Any], family: str) -> None:
+    folder, _ = model
+    engine, prompt = SmallEngine(folder), Prompt(folder, family, [0])
+    (image,) = prompt.images
+    for wrong, why in (
+        ({"start": image.start + 1}, "makes 16 rows, and the prompt has 15"),
+        ({"end": len(prompt.ids)}, "not where a prompt can have it"),
+        ({"pixels": image.pixels[1:]}, "bytes of pixels"),
+    ):
+        values = {name: getattr(image, name) for name in image.__struct_fields__} | wrong
+        prompt.images = [type(image)(**values)]
+        with pytest.raises(BadInput, match=why):
+            engine.loop.submit(prompt.request("wrong"), 0.0)
+    assert not engine.loop.busy
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["idefics3", "gemma3", "qwen3_vl"])
+def test_the_c_kernels_reply_alike(tmp_path: Path, family: str) -> None:
+    shape = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 64}
+    changes: dict[str, Any] = {"text_config": TEXT | shape}
+    if family == "qwen3_vl":
+        changes["text_config"] |= {"num_hidden_layers": 4, "rope_scaling": {"mrope_section": [4, 2, 2]}}
+        changes["vision_config"] = MODELS[family]["vision_config"] | {"out_hidden_size": 64}
+    reference = save_vision_model(tmp_path, family, **changes)
+    engine = SmallEngine(tmp_path, token_budget=SHORT_CHUNKS)
+    assert engine.backend == "native"
+    prompt = Prompt(tmp_path, family, [0, 2], seed=7)
+    assert engine.replies(prompt.request("native")) == [prompt.expected(reference)]
