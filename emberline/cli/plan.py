@@ -190,7 +190,8 @@ def _drafting(
         import torch
 
         from emberline.models.draft_head import GpuDraftHead
-        from emberline.models.eagle3 import Eagle3Head, read_config
+        from emberline.models.eagle3 import Eagle3Head
+        from emberline.models.eagle3_files import read_config
 
         shape = read_config(args.draft_head, checkpoint.config.n_layers)
         shape.check(checkpoint.config, shape.target)  # of a model without weights the fingerprint is not known

@@ -61,12 +61,12 @@ class Refusal(NamedTuple):
         return f"{', '.join(first)} does not work with {last}: {self.reason}; {self.instead}"
 
 
+_DRAFTING = ("draft_model", "eagle3")
 _EXPORTED = "an export is one file, and each rank has a slice of every block"
 _NO_CERTIFICATE = "the other ranks of the group have no certificate of the cluster, so nobody can send KV to them"
-_ALONE = "what drafts runs on a model of one rank"
+_NO_STAGES = "the states and tokens that the last stage drafts from do not pass between GPUs' stages yet"
 REFUSALS = (
-    *(Refusal(("draft_model", name), _ALONE, "leave it out") for name in ("tp", "pp")),
-    *(Refusal(("eagle3", name), _ALONE, "leave it out") for name in ("tp", "pp")),
+    *(Refusal((name, "pp", "gpu"), _NO_STAGES, "divide by --tp alone, or leave it out") for name in _DRAFTING),
     *(Refusal(("mooncake", name), "ranks send their slices themselves", "leave it out") for name in ("tp", "pp")),
     *(Refusal(("joined_roles", name), _NO_CERTIFICATE, "give it --role both") for name in ("tp", "pp")),
     *(Refusal(("export", name), _EXPORTED, "export from a worker with one rank") for name in ("tp", "pp")),

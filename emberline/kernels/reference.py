@@ -197,6 +197,25 @@ class TorchBackend:
     ) -> None:
         self._add(self._multiply(x, matrix), residual, post_norm, eps)
 
+    def project(
+        self, x: Tensor, matrix: TorchMatrix, out: Tensor, norm: Tensor | None, eps: float, *, add: bool
+    ) -> None:
+        """Write x times the matrix, which every rank has whole, to out, or add it. With a norm x is normed first."""
+        result = self._multiply(x if norm is None else rms_norm(x, norm, eps), matrix)
+        out.copy_(out + result if add else result)
+
+    def normalize(self, x: Tensor, norm: Tensor, eps: float) -> None:
+        """Replace x by rms_norm(x)."""
+        x.copy_(rms_norm(x, norm, eps))
+
+    def joint_projection(
+        self, embeds: Tensor, embed_norm: Tensor, of_embeds: TorchMatrix, hidden: Tensor, attn: Attention
+    ) -> Tensor:
+        """The first projection of a draft head's attention, which reads two normed inputs."""
+        own = attn.qkv_a if isinstance(attn, LatentAttention) else attn.qkv
+        of_embeddings = self.norm_linear(embeds, of_embeds, embed_norm, attn.eps)
+        return of_embeddings + self.norm_linear(hidden, own, attn.norm, attn.eps)
+
     def _add(self, out: Tensor, residual: Tensor, post_norm: Tensor | None, eps: float) -> None:
         """Add a block's output, of which each rank has a part."""
         if self.groups.tp.size > 1:
@@ -233,8 +252,11 @@ class TorchBackend:
         qkv = self.norm_linear(residual, attn.qkv, attn.norm, attn.eps)
         self.linear_add(self.attention(qkv, attn, context), attn.output, residual, attn.post_norm, attn.eps)
 
-    def attention(self, qkv: Tensor, attn: GroupedQueryAttention, context: TorchStep) -> Tensor:
-        """Attention alone: qkv [tokens, (heads + 2 * kv_heads) * head_dim] to [tokens, heads * head_dim]."""
+    def attention(self, qkv: Tensor, attn: Attention, context: TorchStep) -> Tensor:
+        """Attention alone, from its first projection, qkv [tokens, (heads + 2 * kv_heads) * head_dim] or MLA's rows, to
+        [tokens, output_dim]."""
+        if isinstance(attn, LatentAttention):
+            return self._attend_to_latents(qkv, attn, context)
         parts = [attn.heads, attn.kv_heads, attn.kv_heads]
         q, k, v = torch.split(qkv.view(len(qkv), -1, attn.head_dim), parts, dim=1)
         if attn.q_norm is not None and attn.k_norm is not None:
@@ -261,9 +283,13 @@ class TorchBackend:
         return out
 
     def latent_attention(self, attn: LatentAttention, residual: Tensor, context: TorchStep) -> None:
+        projected = self.norm_linear(residual, attn.qkv_a, attn.norm, attn.eps)
+        out = self.attention(projected, attn, context)
+        self.linear_add(out, attn.output, residual, attn.post_norm, attn.eps)
+
+    def _attend_to_latents(self, projected: Tensor, attn: LatentAttention, context: TorchStep) -> Tensor:
         """Absorbed: queries are projected to the latent space, where all heads attend to the cached rows as one key
         head, whose first kv_lora dimensions are the value."""
-        projected = self.norm_linear(residual, attn.qkv_a, attn.norm, attn.eps)
         q_rows = projected.shape[1] - attn.kv_lora - attn.rope_dim
         q, latent, key = torch.split(projected, [q_rows, attn.kv_lora, attn.rope_dim], dim=1)
         if attn.q_norm is not None and attn.q_b is not None:
@@ -279,8 +305,7 @@ class TorchBackend:
         else:
             for new, (cached,), first in self._cached(attn, rows[:, None], context):
                 latents[new] = attend(queries[new], cached, cached[..., : attn.kv_lora], attn.scale, first)
-        out = torch.einsum("thc,hvc->thv", latents, attn.v_up)
-        self.linear_add(out.flatten(1), attn.output, residual, attn.post_norm, attn.eps)
+        return torch.einsum("thc,hvc->thv", latents, attn.v_up).flatten(1)
 
     def _attend_to_shares(
         self, attn: LatentAttention, queries: Tensor, rows: Tensor, out: Tensor, context: TorchStep

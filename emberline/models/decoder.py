@@ -201,27 +201,43 @@ class Decoder:
         """As `forward`, and the hidden states of all tokens before each layer in `taps` (ascending): [tokens, hidden].
 
         They are what a drafter reads that was trained on them. The number of layers stands for the end of the last one.
-        Of a pipeline's stages none has all of them: drafters run with one.
+        In a pipeline each stage passes on those of the stages before with its own: the last one returns all.
         """
-        assert self._is_first and self._is_last, "a stage of a pipeline"  # noqa: PT018
-        hidden: list[Tensor] = []
+        first, stages = self._numbers.start, self._backend.groups.pp
+        x: Any = None
+        states: list[Any] = []
         with self._backend.inference():
-            x = self._run_segments(step, kv, taps, lambda n, residual: hidden.append(residual.clone()))
-            return self._logits(step, x), hidden
+            if not self._is_first:
+                x = self._backend.residual(len(step.token_ids), self.config.hidden_size)
+                states = [x.clone() for tap in taps if tap < first]
+                for each in (x, *states):
+                    stages.recv(each, stages.rank - 1)
+            own = tuple(tap - first for tap in taps if tap in self._numbers or (self._is_last and tap >= first))
+            x = self._run_segments(step, kv, own, lambda n, residual: states.append(residual.clone()), x)
+            if self._is_last:
+                return self._logits(step, x), states
+            for each in (x, *states):
+                stages.send(each, stages.rank + 1)
+            return _no_logits(x, self.config.vocab_size), []
 
     def _run_segments(
-        self, step: StepInputs, kv: list[Tensor], taps: tuple[int, ...], take: Callable[[int, Tensor], None]
+        self,
+        step: StepInputs,
+        kv: list[Tensor],
+        taps: tuple[int, ...],
+        take: Callable[[int, Tensor], None],
+        hidden: Tensor | None = None,
     ) -> Tensor:
         """Run the layers, and stop before those that are tapped and behind those that image rows are added to."""
         context = self._backend.begin_step(step, kv, self.kv_groups, self._ropes)
-        x = self._begin(step)
-        images, hidden = step.images, self.config.hidden_size
-        n_added = 0 if images is None else images.rows.shape[1] // hidden - 1
+        x = self._begin(step) if hidden is None else hidden
+        images, width = step.images, self.config.hidden_size
+        n_added = 0 if images is None else images.rows.shape[1] // width - 1
         stops = tuple(sorted({*taps, *range(1, 1 + n_added)}))
         for layers, stop in zip(self._segments(stops), (*stops, None)):
             self._backend.run_layers(layers, x, context)
             if images is not None and stop is not None and 1 <= stop <= n_added:
-                x[images.tokens] += images.rows[:, stop * hidden : (stop + 1) * hidden].to(x.dtype)
+                x[images.tokens] += images.rows[:, stop * width : (stop + 1) * width].to(x.dtype)
             if stop in taps:
                 take(taps.index(stop), x)
         return x
@@ -245,7 +261,7 @@ class Decoder:
 
     def _segments(self, taps: tuple[int, ...]) -> list[list[Layer]]:
         """The layers up to each tap, and the rest. Kept: a backend knows lists of layers by their identity."""
-        if len(self.layers) < self.config.n_layers:  # see distinct_layers
+        if len(self.layers) < len(self._numbers):  # see distinct_layers
             return [self.layers, *[list[Layer]()] * len(taps)]
         found = self._tapped.get(taps)
         if found is None:

@@ -1,13 +1,10 @@
-"""EAGLE-3: a draft head of one decoder layer over what the target model computed anyway.
+"""EAGLE-3 and 3.1: a draft head of a few decoder layers over what the target model computed anyway.
 
-At position i the head sees the residuals that enter three layers of the target (the taps) and the token that follows;
-it predicts the token after that one. For further tokens it takes its own output in place of the taps. Heads are stored
-as they are published: `fc`, one layer, a norm and an LM head over a draft vocabulary, whose ids `d2t` maps to the
-target's. The embedding is the target's own.
+At position i the head sees the residuals that enter some layers of the target (the taps) and the token that follows; it
+predicts the token after that one. For further tokens it takes its own output in place of the taps. `eagle3_files` reads
+and writes published heads.
 """
 
-import json
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,17 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from emberline.kernels.reference import rms_norm, rotate
-from emberline.weights.model_config import BadCheckpoint, ModelConfig
-from emberline.weights.safetensors_file import SafetensorsFile, write_safetensors
+from emberline.kernels.reference import attend, rms_norm, rotate
+from emberline.weights.model_config import BadCheckpoint, LatentConfig, ModelConfig
 
-N_TAPS = 3
-WEIGHTS, CONFIG = "model.safetensors", "config.json"
-ARCHITECTURE = "LlamaForCausalLMEagle3"
+N_TAPS = 3  # of the heads that are trained here
 
 
 class Eagle3Config(msgspec.Struct, frozen=True, kw_only=True):
-    hidden_size: int  # of the target
+    """Shape of a head, and which of the published variants it is."""
+
+    hidden_size: int
     n_heads: int
     n_kv_heads: int
     head_dim: int
@@ -36,6 +32,16 @@ class Eagle3Config(msgspec.Struct, frozen=True, kw_only=True):
     rope_theta: float = 10_000.0
     taps: tuple[int, ...]  # layers of the target whose input the head sees
     target: str = ""  # fingerprint of the model it was trained for; published heads name none
+    target_hidden_size: int = 0  # 0: the head's own
+    n_layers: int = 1
+    latent: LatentConfig | None = None  # None: grouped-query attention
+    yarn_factor: float = 1.0  # multiplies attention's scores: mscale² of DeepSeek's YaRN
+    rope_divisors: tuple[float, ...] | None = None
+    rope_scale: float = 1.0  # multiplies cos and sin
+    rope_interleaved: bool = False  # of the file, whose rows are reordered when they are read
+    own_embedding: bool = False  # False: the target's
+    fc_norm: bool = False  # EAGLE-3.1: a norm of each tapped state before they are combined
+    norm_output: bool = False  # EAGLE-3.1: the next token starts from the normed output
 
     @classmethod
     def of(cls, target: ModelConfig, draft_vocab_size: int, fingerprint: str = "") -> "Eagle3Config":
@@ -54,12 +60,36 @@ class Eagle3Config(msgspec.Struct, frozen=True, kw_only=True):
             target=fingerprint,
         )
 
+    @property
+    def tapped_size(self) -> int:
+        """Numbers of a tapped state."""
+        return self.target_hidden_size or self.hidden_size
+
+    @property
+    def rope_dim(self) -> int:
+        """Dimensions of a query head that RoPE rotates."""
+        return self.head_dim if self.latent is None else self.latent.rope
+
+    @property
+    def scale(self) -> float:
+        """The factor of attention's scores."""
+        dim = self.head_dim if self.latent is None else self.latent.nope + self.latent.rope
+        return float(dim**-0.5) * self.yarn_factor
+
+    @property
+    def rope_frequencies(self) -> Tensor:
+        """Rotary frequencies, float32 [rope_dim / 2]."""
+        frequencies = self.rope_theta ** -(torch.arange(0, self.rope_dim, 2, dtype=torch.float64) / self.rope_dim)
+        if self.rope_divisors is not None:
+            frequencies = frequencies / torch.tensor(self.rope_divisors, dtype=torch.float64)
+        return frequencies.float()
+
     def check(self, target: ModelConfig, fingerprint: str) -> None:
         """Raise BadCheckpoint unless the head drafts for this model."""
-        for name, own, theirs in (
-            ("hidden size", self.hidden_size, target.hidden_size),
-            ("vocabulary", self.vocab_size, target.vocab_size),
-        ):
+        shapes = [("hidden size", self.tapped_size, target.hidden_size)]
+        if not self.own_embedding:
+            shapes.append(("hidden size", self.hidden_size, target.hidden_size))
+        for name, own, theirs in (*shapes, ("vocabulary", self.vocab_size, target.vocab_size)):
             if own != theirs:
                 raise BadCheckpoint(f"the EAGLE-3 head is for a model with a {name} of {own}; this model's is {theirs}")
         if self.target and self.target != fingerprint:
@@ -68,7 +98,7 @@ class Eagle3Config(msgspec.Struct, frozen=True, kw_only=True):
                 " train one for this model with `emberline draft train`"
             )
         ascending = list(self.taps) == sorted(set(self.taps))
-        if len(self.taps) != N_TAPS or not ascending or not all(0 <= tap < target.n_layers for tap in self.taps):
+        if not self.taps or not ascending or not all(0 <= tap < target.n_layers for tap in self.taps):
             raise BadCheckpoint(f"the EAGLE-3 head taps layers {self.taps} of a model with {target.n_layers} layers")
 
 
@@ -77,186 +107,125 @@ def default_taps(n_layers: int) -> tuple[int, int, int]:
     return (2, n_layers // 2, n_layers - 3) if n_layers > 6 else (0, n_layers // 2, n_layers - 1)
 
 
+class Eagle3Layer(nn.Module):
+    """A decoder layer of a head. The first one's attention reads the token's embedding and the hidden state."""
+
+    def __init__(self, config: Eagle3Config, *, first: bool) -> None:
+        super().__init__()
+        self.config, self.first = config, first
+        hidden, heads, mla = config.hidden_size, config.n_heads, config.latent
+        width = 2 * hidden if first else hidden
+
+        def linear(columns: int, rows: int) -> nn.Linear:
+            return nn.Linear(columns, rows, bias=False)
+
+        if mla is None:
+            self.q_proj = linear(width, heads * config.head_dim)
+            self.k_proj = linear(width, config.n_kv_heads * config.head_dim)
+            self.v_proj = linear(width, config.n_kv_heads * config.head_dim)
+            self.o_proj = linear(heads * config.head_dim, hidden)
+        else:
+            q_rows = heads * (mla.nope + mla.rope)
+            if mla.q_lora is None:
+                self.q_proj = linear(width, q_rows)
+            else:
+                self.q_a_proj, self.q_b_proj = linear(width, mla.q_lora), linear(mla.q_lora, q_rows)
+                self.q_a_norm = nn.Parameter(torch.ones(mla.q_lora))
+            self.kv_a_proj = linear(width, mla.kv_lora + mla.rope)
+            self.kv_a_norm = nn.Parameter(torch.ones(mla.kv_lora))
+            self.kv_b_proj = linear(mla.kv_lora, heads * (mla.nope + mla.v_dim))
+            self.o_proj = linear(heads * mla.v_dim, hidden)
+        self.gate_proj, self.up_proj = linear(hidden, config.mlp_size), linear(hidden, config.mlp_size)
+        self.down_proj = linear(config.mlp_size, hidden)
+        self.input_norm = nn.Parameter(torch.ones(hidden))  # of the embedding in the first layer
+        if first:
+            self.hidden_norm = nn.Parameter(torch.ones(hidden))
+        self.mlp_norm = nn.Parameter(torch.ones(hidden))
+
+    def attention_inputs(self, embeds: Tensor, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated q and k, and v: [batch, tokens, heads, dim]. `positions`: [tokens] of the embedded tokens."""
+        config, eps, mla = self.config, self.config.norm_eps, self.config.latent
+        if self.first:
+            parts = rms_norm(embeds, self.input_norm, eps), rms_norm(hidden, self.hidden_norm, eps)
+            x = torch.cat(parts, dim=-1)
+        else:
+            x = rms_norm(hidden, self.input_norm, eps)
+        angles = torch.outer(positions.float(), config.rope_frequencies.to(x.device))
+        cosine, sine = angles.cos() * config.rope_scale, angles.sin() * config.rope_scale
+        if mla is None:
+            dim = config.head_dim
+            q, k, v = (part(x).unflatten(-1, (-1, dim)) for part in (self.q_proj, self.k_proj, self.v_proj))
+            return rotate(q, cosine, sine), rotate(k, cosine, sine), v
+        rows = self.q_proj(x) if mla.q_lora is None else self.q_b_proj(rms_norm(self.q_a_proj(x), self.q_a_norm, eps))
+        q_nope, q_rope = rows.unflatten(-1, (config.n_heads, -1)).split([mla.nope, mla.rope], dim=-1)
+        latent, key = self.kv_a_proj(x).split([mla.kv_lora, mla.rope], dim=-1)
+        expanded = self.kv_b_proj(rms_norm(latent, self.kv_a_norm, eps)).unflatten(-1, (config.n_heads, -1))
+        k_nope, v = expanded.split([mla.nope, mla.v_dim], dim=-1)
+        k_rope = rotate(key[..., None, :], cosine, sine).expand_as(q_rope)
+        return torch.cat([q_nope, rotate(q_rope, cosine, sine)], -1), torch.cat([k_nope, k_rope], -1), v
+
+    def finish(self, attended: Tensor, hidden: Tensor) -> Tensor:
+        """From attention's output [batch, tokens, heads, dim] to the layer's."""
+        hidden = hidden + self.o_proj(attended.flatten(-2))
+        x = rms_norm(hidden, self.mlp_norm, self.config.norm_eps)
+        result: Tensor = hidden + self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return result
+
+
 class Eagle3Head(nn.Module):
     """The head in plain PyTorch: what training differentiates, and the reference of every other implementation."""
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
         self.config = config
-        hidden, heads, kv_heads = config.hidden_size, config.n_heads, config.n_kv_heads
-        self.fc = nn.Linear(N_TAPS * hidden, hidden, bias=False)
-        self.q_proj = nn.Linear(2 * hidden, heads * config.head_dim, bias=False)
-        self.k_proj = nn.Linear(2 * hidden, kv_heads * config.head_dim, bias=False)
-        self.v_proj = nn.Linear(2 * hidden, kv_heads * config.head_dim, bias=False)
-        self.o_proj = nn.Linear(heads * config.head_dim, hidden, bias=False)
-        self.gate_proj = nn.Linear(hidden, config.mlp_size, bias=False)
-        self.up_proj = nn.Linear(hidden, config.mlp_size, bias=False)
-        self.down_proj = nn.Linear(config.mlp_size, hidden, bias=False)
+        hidden, tapped, n_taps = config.hidden_size, config.tapped_size, len(config.taps)
+        self.fc = nn.Linear(n_taps * tapped, hidden, bias=False)
+        if config.fc_norm:
+            self.fc_norm = nn.ParameterList([torch.ones(tapped) for _ in range(n_taps)])
+        self.layers = nn.ModuleList([Eagle3Layer(config, first=n == 0) for n in range(config.n_layers)])
         self.lm_head = nn.Linear(hidden, config.draft_vocab_size, bias=False)
-        self.embed_norm = nn.Parameter(torch.ones(hidden))
-        self.hidden_norm = nn.Parameter(torch.ones(hidden))
-        self.mlp_norm = nn.Parameter(torch.ones(hidden))
         self.norm = nn.Parameter(torch.ones(hidden))
+        if config.own_embedding:
+            self.embedding = nn.Parameter(torch.empty(config.vocab_size, hidden))
         self.d2t: Tensor
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
 
+    @property
+    def all_layers(self) -> list[Any]:
+        """The layers; the type of a module's attributes is not known."""
+        return list(self.layers)
+
+    @property
+    def layer(self) -> Any:
+        """The first layer, which is all of a head that is trained here."""
+        return self.layers[0]
+
+    @property
+    def target_ids(self) -> Tensor:
+        """The target's token ids of the draft vocabulary."""
+        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
     def combine(self, taps: Tensor) -> Tensor:
-        """[…, 3 * hidden] to the hidden state that the first draft token starts from."""
+        """[…, taps * hidden] to the hidden state that the first draft token starts from."""
+        if self.config.fc_norm:
+            parts = zip(torch.split(taps, self.config.tapped_size, dim=-1), self.fc_norm)
+            taps = torch.cat([rms_norm(part, weight, self.config.norm_eps) for part, weight in parts], dim=-1)
         combined: Tensor = self.fc(taps)
         return combined
 
-    def attention_inputs(self, embeds: Tensor, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated q and k, and v: [batch, tokens, heads, head_dim]. `positions`: [tokens] of the embedded tokens."""
-        eps, dim = self.config.norm_eps, self.config.head_dim
-        x = torch.cat([rms_norm(embeds, self.embed_norm, eps), rms_norm(hidden, self.hidden_norm, eps)], dim=-1)
-        q, k, v = (part(x).unflatten(-1, (-1, dim)) for part in (self.q_proj, self.k_proj, self.v_proj))
-        frequencies = self.config.rope_theta ** -(torch.arange(0, dim, 2, device=x.device, dtype=torch.float32) / dim)
-        angles = torch.outer(positions.float(), frequencies)
-        cosine, sine = angles.cos(), angles.sin()
-        return rotate(q, cosine, sine), rotate(k, cosine, sine), v
+    def extend(self, embeds: Tensor, hidden: Tensor, positions: Tensor) -> Tensor:
+        """Outputs [tokens, hidden] for a sequence from its begin: of the embedded tokens, each with the hidden state
+        before it."""
+        for layer in self.all_layers:
+            q, k, v = layer.attention_inputs(embeds, hidden, positions)
+            hidden = layer.finish(attend(q, k, v, self.config.scale, 0), hidden)
+        return hidden
 
-    def finish(self, attended: Tensor, hidden: Tensor) -> Tensor:
-        """From attention's output [batch, tokens, heads, head_dim] to the layer's: the next token's hidden state."""
-        hidden = hidden + self.o_proj(attended.flatten(-2))
-        x = rms_norm(hidden, self.mlp_norm, self.config.norm_eps)
-        result: Tensor = hidden + self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return result
+    def feed_back(self, output: Tensor) -> Tensor:
+        """The hidden state that the next draft token starts from."""
+        return rms_norm(output, self.norm, self.config.norm_eps) if self.config.norm_output else output
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, output: Tensor) -> Tensor:
         """Over the draft vocabulary."""
-        result: Tensor = self.lm_head(rms_norm(hidden, self.norm, self.config.norm_eps))
+        result: Tensor = self.lm_head(rms_norm(output, self.norm, self.config.norm_eps))
         return result
-
-
-# --- files ------------------------------------------------------------------------------------------------------------
-
-_LAYER = "midlayer."  # or "layers.0.", as some publish it
-_NAMES = {
-    "fc.weight": "fc.weight",
-    "q_proj.weight": _LAYER + "self_attn.q_proj.weight",
-    "k_proj.weight": _LAYER + "self_attn.k_proj.weight",
-    "v_proj.weight": _LAYER + "self_attn.v_proj.weight",
-    "o_proj.weight": _LAYER + "self_attn.o_proj.weight",
-    "gate_proj.weight": _LAYER + "mlp.gate_proj.weight",
-    "up_proj.weight": _LAYER + "mlp.up_proj.weight",
-    "down_proj.weight": _LAYER + "mlp.down_proj.weight",
-    "embed_norm": _LAYER + "input_layernorm.weight",
-    "hidden_norm": _LAYER + "hidden_norm.weight",
-    "mlp_norm": _LAYER + "post_attention_layernorm.weight",
-    "norm": "norm.weight",
-    "lm_head.weight": "lm_head.weight",
-}
-
-
-_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "I32": torch.int32, "I64": torch.int64}
-SHIPPED = Path(__file__).parent / "draft_heads"
-
-
-def shipped_head(fingerprint: str) -> Path | None:
-    """The head that comes with this package for the model, if there is one."""
-    folder = SHIPPED / fingerprint[:16]
-    return folder if (folder / CONFIG).is_file() else None
-
-
-def save_head(head: Eagle3Head, folder: Path) -> None:
-    """In bfloat16, with the names of published heads."""
-    config = head.config
-    folder.mkdir(parents=True, exist_ok=True)
-    own = head.state_dict()
-    tensors = {stored: own[name].to(torch.bfloat16).cpu().contiguous() for name, stored in _NAMES.items()}
-    d2t = head.d2t.cpu()
-    t2d = torch.zeros(config.vocab_size, dtype=torch.bool)
-    t2d[d2t + torch.arange(len(d2t))] = True
-    names = {dtype: name for name, dtype in _DTYPES.items()} | {torch.bool: "BOOL"}
-    stored = {
-        name: (names[tensor.dtype], tuple(tensor.shape), tensor.flatten().view(torch.uint8).numpy().tobytes())
-        for name, tensor in (tensors | {"d2t": d2t, "t2d": t2d}).items()
-    }
-    write_safetensors(folder / WEIGHTS, stored)
-    fields = {
-        "architectures": [ARCHITECTURE],
-        "model_type": "llama",
-        "hidden_size": config.hidden_size,
-        "num_hidden_layers": 1,
-        "num_attention_heads": config.n_heads,
-        "num_key_value_heads": config.n_kv_heads,
-        "head_dim": config.head_dim,
-        "intermediate_size": config.mlp_size,
-        "vocab_size": config.vocab_size,
-        "draft_vocab_size": config.draft_vocab_size,
-        "rms_norm_eps": config.norm_eps,
-        "rope_theta": config.rope_theta,
-        "torch_dtype": "bfloat16",
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(config.taps)},
-        "emberline_target": config.target,
-    }
-    (folder / CONFIG).write_text(json.dumps(fields, indent=2) + "\n")
-
-
-def load_head(folder: Path, n_target_layers: int) -> Eagle3Head:
-    """A published head, or one of `save_head`. Raises BadCheckpoint when it is none."""
-    config = read_config(folder, n_target_layers)
-    head = Eagle3Head(config)
-    own = head.state_dict()
-    try:
-        file = SafetensorsFile.open(folder / WEIGHTS)
-    except OSError as error:
-        raise BadCheckpoint(f"the EAGLE-3 head {folder} cannot be read: {error}") from None
-    for name, stored in _NAMES.items():
-        found = stored if stored in file.tensors else stored.replace(_LAYER, "layers.0.")
-        own[name].copy_(_read(file, found, stored, tuple(own[name].shape)))
-    size = (config.draft_vocab_size,)
-    head.d2t.copy_(_read(file, "d2t", "d2t", size) if "d2t" in file.tensors else _identity(config))
-    ids = head.d2t + torch.arange(config.draft_vocab_size)
-    if int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size:
-        raise BadCheckpoint(f"the EAGLE-3 head {folder} drafts token ids outside the vocabulary")
-    if not all(bool(torch.isfinite(tensor).all()) for tensor in own.values()):
-        raise BadCheckpoint(f"the EAGLE-3 head {folder} has weights that are no numbers")
-    return head
-
-
-def _read(file: SafetensorsFile, name: str, published: str, shape: tuple[int, ...]) -> Tensor:
-    entry = file.tensors.get(name)
-    if entry is None:
-        raise BadCheckpoint(f"the EAGLE-3 head {file.path.parent} lacks the tensor {published}")
-    if entry.shape != shape:
-        raise BadCheckpoint(f"the head's tensor {name} is {list(entry.shape)}; expected {list(shape)}")
-    if entry.dtype not in _DTYPES:
-        raise BadCheckpoint(f"the head's tensor {name} is of {entry.dtype}, which is not one of {', '.join(_DTYPES)}")
-    return torch.frombuffer(bytearray(file.bytes_of(entry).tobytes()), dtype=_DTYPES[entry.dtype]).view(shape)
-
-
-def _identity(config: Eagle3Config) -> Tensor:
-    if config.draft_vocab_size != config.vocab_size:
-        raise BadCheckpoint("the EAGLE-3 head has a draft vocabulary but no d2t, which says what its ids mean")
-    return torch.zeros(config.draft_vocab_size, dtype=torch.int64)
-
-
-def read_config(folder: Path, n_target_layers: int) -> Eagle3Config:
-    try:
-        fields: dict[str, Any] = json.loads((folder / CONFIG).read_text())
-    except (OSError, ValueError) as error:
-        raise BadCheckpoint(f"the EAGLE-3 head {folder} has no readable {CONFIG}: {error}") from None
-    if fields.get("architectures") != [ARCHITECTURE]:
-        raise BadCheckpoint(f"{folder} is no EAGLE-3 head that runs here: its architectures are not {ARCHITECTURE}")
-    try:
-        heads = fields["num_attention_heads"]
-        taps = (fields.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-        return msgspec.convert(
-            {
-                "hidden_size": fields["hidden_size"],
-                "n_heads": heads,
-                "n_kv_heads": fields.get("num_key_value_heads", heads),
-                "head_dim": fields.get("head_dim") or fields["hidden_size"] // heads,
-                "mlp_size": fields["intermediate_size"],
-                "vocab_size": fields["vocab_size"],
-                "draft_vocab_size": fields.get("draft_vocab_size") or fields["vocab_size"],
-                "norm_eps": fields.get("rms_norm_eps", 1e-5),
-                "rope_theta": fields.get("rope_theta", 10_000.0),
-                "taps": taps or default_taps(n_target_layers),
-                "target": fields.get("emberline_target", ""),
-            },
-            Eagle3Config,
-        )
-    except (KeyError, TypeError, msgspec.ValidationError) as error:
-        raise BadCheckpoint(f"the EAGLE-3 head {folder} has a {CONFIG} that cannot be used: {error}") from None

@@ -43,6 +43,11 @@ class Shard:
         return self.stages.layers(self.position.stage)
 
     @property
+    def is_last(self) -> bool:
+        """True if the rank's stage is the last one, which samples."""
+        return self.position.stage == self.layout.pp - 1
+
+    @property
     def rank(self) -> Rank:
         """Of those that divide the stage's layers."""
         return Rank(self.position.tp_rank, self.layout.tp)

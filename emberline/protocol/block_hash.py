@@ -26,7 +26,7 @@ class KVGroup(msgspec.Struct, frozen=True):
     """
 
     name: str  # "full", "window<N>" or "chunk<N>"
-    layers: tuple[int, ...]  # model layer numbers, ascending
+    layers: tuple[int, ...]  # model layer numbers, ascending; none: another stage has them, and blocks have no bytes
     kv_heads: int
     head_dim: int
     dtype: str  # torch dtype name, a key of ITEM_BYTES
@@ -59,7 +59,7 @@ class KVGroup(msgspec.Struct, frozen=True):
     @property
     def tag(self) -> str:
         """Layout tag: part of a stored block's address, never of its content key."""
-        layers = f"L{self.layers[0]}-{self.layers[-1]}x{len(self.layers)}"
+        layers = f"L{self.layers[0]}-{self.layers[-1]}x{len(self.layers)}" if self.layers else "none"
         heads = f"H{self.first_head}-{self.first_head + self.kv_heads}"
         tokens = "" if self.tokens == (0, BLOCK_TOKENS) else f":T{self.tokens[0]}-{self.tokens[1]}"
         return f"{self.name}:{self.dtype}:{self.keys}:{layers}:{heads}:{self.planes}x{self.head_dim}{tokens}"

@@ -22,7 +22,8 @@ from benchmarks.gpu.speculation.parts import NoInputs, Setup
 from benchmarks.gpu.speculation.verification import FixedDrafts, VerifySteps, attention_share, with_ratios
 from emberline.engine.runners.gpu import shapes
 from emberline.engine.runners.gpu.batch import VerifyShape
-from emberline.models.eagle3 import Eagle3Config, Eagle3Head, save_head
+from emberline.models.eagle3 import Eagle3Config, Eagle3Head
+from emberline.models.eagle3_files import save_head
 from emberline.protocol.request import ToolCall
 from emberline.protocol.token_ids import unpack
 from emberline.text.text_model import TextModel

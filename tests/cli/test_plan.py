@@ -135,7 +135,10 @@ def test_what_drafts_is_counted(plan, tmp_path):
             alone["stages"][0][name] for name in ("workspace_bytes", "state_bytes")
         )
     assert "give one of them" in plan(*draft_model, *draft_head)
-    assert "what drafts runs on a model of one rank" in plan(*draft_model, "--gpus", "2xH200", "--layout", "tp=2")
+    assert "do not pass between GPUs' stages" in plan(*draft_model, "--gpus", "2xH200", "--layout", "pp=2")
+    divided = plan(*draft_head, "--gpus", "2xH200", "--layout", "tp=2", **deep)["recommended"]["stages"][0]
+    own, fc = 500 * 256 // 2 + 512 * 2 * 256 // 2 + 3 * 256 * 256 // 2, 3 * 256 * 256
+    assert own + fc < divided["draft_weights_bytes"] / 2 < 0.75 * other["draft_weights_bytes"] / 2
     (tmp_path / "head" / "config.json").write_text(json.dumps(head | {"hidden_size": 512}))
     assert "the EAGLE-3 head is for a model with a hidden size of 512; this model's is 256" in plan(*draft_head, **deep)
     (tmp_path / "small" / "config.json").write_text(json.dumps(small | {"num_key_value_heads": 3}))

@@ -68,8 +68,8 @@ def test_as_the_plain_head(backend: type[Backend], bound: float) -> None:
     ids, taps = torch.randint(CONFIG.vocab_size, (40,)), torch.randn(40, 3 * CONFIG.hidden_size)
     hidden = head.combine(taps[None])
     embedding = TorchBackend().load_matrix([RandomCheckpoint(CONFIG, bits=8).weight("token_embd.weight")]).weight
-    q, k, v = head.attention_inputs(embedding[ids][None], hidden, torch.arange(40))
-    want = head.finish(chain_attention(q, [k], [v]), hidden)[0]
+    q, k, v = head.layer.attention_inputs(embedding[ids][None], hidden, torch.arange(40))
+    want = head.layer.finish(chain_attention(q, [k], [v]), hidden)[0]
     combined = drafting.combine([part.contiguous() for part in taps.chunk(3, dim=-1)])
     assert error(combined, hidden[0]) < bound
     parts = [

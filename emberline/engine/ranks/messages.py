@@ -69,6 +69,7 @@ class StepResult(msgspec.Struct, tag="result"):
 
     number: int  # of the step
     sampled: list[tuple[int, float | None, list[tuple[int, float]]]]  # token id, log-probability, the most likely ones
+    drafts: list[bytes] = []  # what a draft head or model proposes after each row that samples
 
 
 class KVReport(msgspec.Struct, tag="kv"):

@@ -62,7 +62,7 @@ def open_group(
 
 
 def leader_runner(leader: Leader, runner: Runner, *, samples_everywhere: bool = False) -> LeaderRunner:
-    """samples_everywhere: as GPUs do that are not stages of a pipeline."""
+    """samples_everywhere: all ranks sample, as on GPUs that are not stages of a pipeline, or to draft."""
     pipelined = leader.layout.pp > 1
     return LeaderRunner(leader, runner, pipelined=pipelined, followers_sample=pipelined or samples_everywhere)
 
@@ -73,11 +73,13 @@ def follower_loop(
     executors: Mapping[str, Executor],
     steps_in_flight: int = 1,
     prepare: Callable[[], bool] | None = None,
+    *,
+    drafts: bool = False,
 ) -> FollowerLoop:
-    """`prepare`: of a GPU. Without stages every rank samples there."""
+    """`prepare`: of a GPU. Without stages every rank samples there. drafts: a draft head or model runs here."""
     pipelined = member.layout.pp > 1
     reports = pipelined and member.rank == member.layout.sampling_rank
-    samples = reports or (prepare is not None and not pipelined)
+    samples = reports or drafts or (prepare is not None and not pipelined)
     return FollowerLoop(member, runner, samples, reports, steps_in_flight, prepare, executors)
 
 

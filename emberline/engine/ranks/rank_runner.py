@@ -2,7 +2,8 @@
 
 Where tokens are sampled: in a pipeline by the first rank of the last stage, which tells rank 0; without stages, on CPUs
 by rank 0, and on GPUs by every rank alike, from the same logits and seeds, because its next step may begin with that
-token before any host has seen it. In a pipeline that step is one of other sequences.
+token before any host has seen it. In a pipeline that step is one of other sequences. Where a draft head or model runs,
+all ranks of the last stage sample, to draft what follows their token.
 """
 
 import contextlib
@@ -51,6 +52,7 @@ class RankStep:
 
     def __init__(self, runner: "LeaderRunner", plan: StepPlan, own: Handle) -> None:
         self._runner, self._plan, self._own = runner, plan, own
+        self._drafts: Sequence[bytes] = ()  # that the last stage has reported
 
     def sample(self, masks: Masks | None = None) -> None:
         runner = self._runner
@@ -69,12 +71,13 @@ class RankStep:
             leader.wait_for_reason()
             raise DeviceLost(f"rank 0 could not compute its part of a step: {error!r}") from error
         if self._runner.pipelined:
-            sampled = [ReportedToken(*each) for each in leader.result(self._plan.number).sampled]
+            result = leader.result(self._plan.number)
+            sampled, self._drafts = [ReportedToken(*each) for each in result.sampled], result.drafts
         leader.step_ended()
         return sampled
 
     def drafts(self) -> Sequence[bytes]:
-        return self._own.drafts()
+        return self._drafts if self._runner.pipelined else self._own.drafts()
 
     def scores(self) -> Sequence[RowScores]:
         return self._own.scores()
@@ -127,10 +130,11 @@ class StepReports:
             plan, handle = launched
             try:
                 drawn = [(each.token_id, each.logprob, each.top) for each in handle.result()]
+                drafts = list(handle.drafts()) if plan.depth else []
             except Exception as error:  # which ends the group
                 self._member.send(failure(error))
                 raise
-            self._member.send(StepResult(plan.number, drawn))
+            self._member.send(StepResult(plan.number, drawn, drafts))
 
 
 class OrderReports:

@@ -12,7 +12,7 @@ from emberline.engine.speculation.speculator import AUTO
 from emberline.models.registry import require_torch
 from emberline.protocol.block_hash import KVGroup
 from emberline.protocol.errors import BadInput
-from emberline.weights.checkpoint import open_checkpoint
+from emberline.weights.checkpoint import Checkpoint, open_checkpoint
 from emberline.weights.generated import generate_checkpoint
 from emberline.weights.model_config import BadCheckpoint
 from emberline.weights.readahead import model_files
@@ -25,8 +25,9 @@ _log = logging.getLogger(__name__)
 class Drafting(NamedTuple):
     """The weights that the runner drafts with, and the drafter that proposes their drafts."""
 
-    head: Any = None  # models.draft_head.DraftHead or models.draft_model.DraftModel
+    head: Any = None  # models.draft_head.DraftHead or DraftsElsewhere, or models.draft_model.DraftModel
     drafter: HeadDrafter | None = None
+    here: bool = False  # this rank drafts: it is of the last stage
 
     @property
     def kv_groups(self) -> tuple[KVGroup, ...]:
@@ -40,16 +41,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def open_drafting(model: Any, fingerprint: str, args: argparse.Namespace) -> Drafting:
-    """One that does not fit is an error if `--speculation` names it; with `auto` it is logged, and the model is served
-    without it."""
+def open_drafting(model: Any, checkpoint: Checkpoint, args: argparse.Namespace) -> Drafting:
+    """Open a draft head or a draft model. One that does not fit is an error if `--speculation` names it; with `auto` it
+    is logged, and the model is served without it."""
     named = args.speculation in (HeadDrafter.name, ModelDrafter.name)
-    if (args.speculation != AUTO or model.shard.layout.n_ranks > 1) and not named:
+    if args.speculation != AUTO and not named:
         return Drafting()
     try:
         if args.speculation == ModelDrafter.name or (args.speculation == AUTO and args.draft_model is not None):
-            return _draft_model(model, fingerprint, args)
-        return _draft_head(model, fingerprint, args, named)
+            return _draft_model(model, checkpoint.fingerprint, args)
+        return _draft_head(model, checkpoint, args, named)
     except (BadInput, BadCheckpoint) as error:
         if named:
             raise
@@ -57,7 +58,7 @@ def open_drafting(model: Any, fingerprint: str, args: argparse.Namespace) -> Dra
         return Drafting()
 
 
-def _draft_head(model: Any, fingerprint: str, args: argparse.Namespace, named: bool) -> Drafting:
+def _draft_head(model: Any, checkpoint: Checkpoint, args: argparse.Namespace, named: bool) -> Drafting:
     """The one that was asked for, or the one that comes with the package."""
     # The head's own share of every step may outweigh what it gains, on a CPU and with many requests on a GPU: the one
     # that comes with the package is used where it is asked for.
@@ -65,16 +66,24 @@ def _draft_head(model: Any, fingerprint: str, args: argparse.Namespace, named: b
         return Drafting()
     require_torch("a draft head needs")
 
-    from emberline.models.draft_head import DraftHead, GpuDraftHead
-    from emberline.models.eagle3 import load_head, shipped_head
+    from emberline.models.draft_head import DraftHead, DraftsElsewhere, GpuDraftHead, check_division, kv_group
+    from emberline.models.eagle3_files import load_head, shipped_head
 
+    fingerprint, shard = checkpoint.fingerprint, model.shard
     folder = args.draft_head or shipped_head(fingerprint)
     if folder is None:
         raise BadInput("--speculation eagle3 needs a head: --draft-head FOLDER", param="speculation")
     head = load_head(folder, model.config.n_layers)
     head.config.check(model.config, fingerprint)
-    on_gpu = model.backend == "triton"
-    return Drafting(GpuDraftHead(head, model) if on_gpu else DraftHead(head, model), HeadDrafter())
+    check_division(head.config, shard)
+    if not shard.is_last:
+        return Drafting(DraftsElsewhere.of(head.config.taps, [kv_group(head, model)]), HeadDrafter())
+    if model.backend == "triton":
+        return Drafting(GpuDraftHead(head, model), HeadDrafter(), here=True)
+    embedding = None
+    if model.embedding is None and not head.config.own_embedding:  # the first stage has it, and this one needs it, too
+        embedding = model.kernels.load_matrix([shard.checkpoint(checkpoint).weight("token_embd.weight")])
+    return Drafting(DraftHead(head, model, embedding), HeadDrafter(), here=True)
 
 
 def _draft_model(model: Any, fingerprint: str, args: argparse.Namespace) -> Drafting:
@@ -84,6 +93,7 @@ def _draft_model(model: Any, fingerprint: str, args: argparse.Namespace) -> Draf
     check_draft_model(path, args.model, _free_bytes(model.device))
     require_torch("a draft model needs")
 
+    from emberline.models.draft_head import DraftsElsewhere
     from emberline.models.draft_model import DraftModel
     from emberline.models.registry import load_model
 
@@ -98,7 +108,9 @@ def _draft_model(model: Any, fingerprint: str, args: argparse.Namespace) -> Draf
         drafting = DraftModel(decoder, checkpoint.fingerprint, model.config.n_layers, model.config.vocab_size)
     finally:
         checkpoint.close()
-    return Drafting(drafting, ModelDrafter())
+    if not model.shard.is_last:  # it was loaded for its KV groups alone
+        return Drafting(DraftsElsewhere.of((), drafting.kv_groups), ModelDrafter())
+    return Drafting(drafting, ModelDrafter(), here=True)
 
 
 def _free_bytes(device: str) -> int:

@@ -87,19 +87,20 @@ def start_from(head: Eagle3Head, target: Decoder) -> None:
     head.fc.weight.zero_()
     head.fc.weight[:, -hidden:] = torch.eye(hidden)
     attn, mlp = last.attention, last.feed_forward
-    own = (head.q_proj, head.k_proj, head.v_proj)
+    layer = head.layer
+    own = (layer.q_proj, layer.k_proj, layer.v_proj)
     rows = [part.weight.shape[0] for part in own]
     if isinstance(attn, GroupedQueryAttention) and attn.qkv.weight.shape[0] == sum(rows):
         for part, weight in zip(own, attn.qkv.weight.split(rows)):
             part.weight[:, hidden:] = weight
-        head.o_proj.weight.copy_(attn.output.weight)
-        head.hidden_norm.copy_(attn.norm)
-    if isinstance(mlp, MLP) and mlp.down.weight.shape == head.down_proj.weight.shape:
+        layer.o_proj.weight.copy_(attn.output.weight)
+        layer.hidden_norm.copy_(attn.norm)
+    if isinstance(mlp, MLP) and mlp.down.weight.shape == layer.down_proj.weight.shape:
         gate, up = mlp.gate_up.weight.chunk(2)
-        head.gate_proj.weight.copy_(gate)
-        head.up_proj.weight.copy_(up)
-        head.down_proj.weight.copy_(mlp.down.weight)
-        head.mlp_norm.copy_(mlp.norm)
+        layer.gate_proj.weight.copy_(gate)
+        layer.up_proj.weight.copy_(up)
+        layer.down_proj.weight.copy_(mlp.down.weight)
+        layer.mlp_norm.copy_(mlp.norm)
 
 
 def train(
@@ -198,10 +199,10 @@ def unrolled(
         target = F.softmax(F.linear(data.hidden, target_rows).float(), dim=-1)
     for step in range(depth):
         tokens = _ahead(data.token_ids, 1 + step)
-        q, k, v = head.attention_inputs(embedding[tokens], hidden, positions + step)
+        q, k, v = head.layer.attention_inputs(embedding[tokens], hidden, positions + step)
         keys.append(k)
         values.append(v)
-        hidden = head.finish(chain_attention(q, keys, values), hidden)
+        hidden = head.layer.finish(chain_attention(q, keys, values), hidden)
         logits = head.logits(hidden).float()
         counted = _ahead(data.in_reply, 2 + step, fill=False) & (to_draft[_ahead(data.best, 1 + step)] >= 0)
         right.append((ids[logits.argmax(-1)] == _ahead(data.token_ids, 2 + step)) & counted)
@@ -240,5 +241,4 @@ def _ahead(x: Tensor, n: int, fill: bool | None = None) -> Tensor:
 
 
 def _draft_ids(head: Eagle3Head) -> Tensor:
-    ids: Tensor = head.d2t + torch.arange(len(head.d2t), device=head.d2t.device)
-    return ids
+    return head.target_ids

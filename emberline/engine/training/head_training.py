@@ -19,7 +19,8 @@ import torch
 
 from emberline.engine.training import eagle_training, target_outputs
 from emberline.engine.training.eagle_training import TrainingSettings
-from emberline.models.eagle3 import Eagle3Config, Eagle3Head, save_head
+from emberline.models.eagle3 import Eagle3Config, Eagle3Head
+from emberline.models.eagle3_files import save_head
 from emberline.models.registry import select_device
 from emberline.protocol.token_ids import pack
 from emberline.weights.checkpoint import open_checkpoint

@@ -216,7 +216,8 @@ def _build_decoder(
             cpu_shares.set_threads(model.backend, args.threads)
             timeline.end("model")
             listener, address = _listen(args, closing) if args.rank else (None, "")  # before rank 0 is told
-            loaded = _load_drafters(model, fingerprint, device, args)._replace(images=_load_tower(model, device, args))
+            loaded = _load_drafters(model, checkpoint, device, args)
+            loaded = loaded._replace(images=_load_tower(model, device, args))
             size = partial(_size_cache, loaded, args, group, address)
             opened = OPENERS.get(model.backend, _open_cpu)(loaded, args, size, compile_server)
             loop, stored = _build_loop(loaded, opened, args, group)
@@ -273,15 +274,15 @@ def _build_decoder(
     return Engine(loop, info, facts, transfers, stored)
 
 
-def _load_drafters(model: Any, fingerprint: str, device: str, args: argparse.Namespace) -> _Loaded:
+def _load_drafters(model: Any, checkpoint: Checkpoint, device: str, args: argparse.Namespace) -> _Loaded:
     """Open what drafts for a model: unless a flag asks for it, nothing where only prompts are computed."""
-    drafting, layout = open_drafting(model, fingerprint, args), model.shard.layout
+    drafting, layout = open_drafting(model, checkpoint, args), model.shard.layout
     only_prompts = model.backend == "triton" and args.role == "prefill" and not args.join  # its role may change there
     if args.speculation == AUTO and only_prompts:
         _log.info("no drafts: this worker computes prompts only")
     setting = OFF if args.speculation == AUTO and only_prompts else args.speculation
     speculation = open_speculator(setting, device, head=drafting.drafter, n_ranks=layout.n_ranks)
-    return _Loaded(model, fingerprint, device, layout, drafting, speculation)
+    return _Loaded(model, checkpoint.fingerprint, device, layout, drafting, speculation)
 
 
 def _load_tower(model: Any, device: str, args: argparse.Namespace) -> "Images | None":
@@ -334,7 +335,7 @@ def _open_gpu(loaded: _Loaded, args: argparse.Namespace, size: Sizing, compiler:
     from emberline.engine.runners.gpu.tiers import CudaMover, PinnedAllocator
     from emberline.engine.runners.gpu.transfer import device_transfers, exported_pools
 
-    model, fingerprint, device, layout, (head, _), speculation, images = loaded
+    model, fingerprint, device, layout, (head, *_), speculation, images = loaded
     limits, speculates = _limits(model.config, None, args), speculation is not None
     rows = None if images is None else images.rows
     engine = GpuEngine.open(model, limits, device, args.kv_bytes, args.memory_share, speculates, head, rows)
@@ -372,7 +373,8 @@ def _build_loop(
         idle_task = _in_turn(opened.preparation.next, *(() if own_tiers is None else (own_tiers.allocate_more,)))
     if group is not None and isinstance(group, Member):
         executors = follow_kv(group, opened.transfers, own_tiers)
-        return follower_loop(group, opened.runner, executors, opened.steps_in_flight, idle_task), None
+        drafts = loaded.drafting.here
+        return follower_loop(group, opened.runner, executors, opened.steps_in_flight, idle_task, drafts=drafts), None
     transfers = None if opened.transfers is None else GroupTransfers(opened.transfers, slices)
     tiers = None if own_tiers is None else GroupTiers(own_tiers, layout.n_ranks)
     if group is not None and transfers is not None:
@@ -384,7 +386,8 @@ def _build_loop(
     )  # fmt: skip
     runner: Runner = opened.runner
     if group is not None:
-        runner = leading = leader_runner(group, runner, samples_everywhere=idle_task is not None)
+        everywhere = idle_task is not None or loaded.drafting.head is not None
+        runner = leading = leader_runner(group, runner, samples_everywhere=everywhere)
         idle_task = None if idle_task is None else leading.idle_task(idle_task)
     publish = None if group is None else group.publish_plan
     loop = StepLoop(scheduler, runner, max(opened.steps_in_flight, layout.pp), idle_task, publish)

@@ -288,6 +288,29 @@ class NativeBackend:
         inputs = _address(post_norm), eps, _address(x), x.shape[0]
         self._lib.em_linear_add(matrix.struct, *inputs, _address(residual))
 
+    def project(self, x: Any, matrix: PackedMatrix, out: Any, norm: Array | None, eps: float, *, add: bool) -> None:
+        """Write x times the matrix to out, or add it; x is normed first if a norm is given."""
+        if norm is not None:
+            result = self.norm_linear(x, matrix, norm, eps)
+            out[:] = out + result if add else result
+            return
+        if not add:
+            out[:] = 0
+        self.linear_add(x, matrix, out, None, eps)
+
+    def normalize(self, x: Any, norm: Array, eps: float) -> None:
+        """Replace x, a tensor, by rms_norm(x)."""
+        from emberline.kernels.reference import rms_norm  # a draft head needs torch
+
+        x[:] = rms_norm(x, norm, eps)
+
+    def joint_projection(
+        self, embeds: Array, embed_norm: Array, of_embeds: PackedMatrix, hidden: Array, attn: GroupedQueryAttention
+    ) -> Array:
+        """The first projection of a draft head's attention, which reads two normed inputs."""
+        of_embeddings = self.norm_linear(embeds, of_embeds, embed_norm, attn.eps)
+        return of_embeddings + self.norm_linear(hidden, attn.qkv, attn.norm, attn.eps)
+
     def attention(self, qkv: Array, attention: GroupedQueryAttention, context: NativeStep) -> Array:
         out = _result(qkv, qkv.shape[0], attention.heads * attention.head_dim)
         cache = context.caches[attention.kv_group]

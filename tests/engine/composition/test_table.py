@@ -70,6 +70,6 @@ def test_a_worker_refuses_at_once(refusal: composition.Refusal) -> None:
 
 
 def test_a_server_refuses_before_it_starts_workers() -> None:
-    config = msgspec.convert({"tp": 2, "draft_head": "folder"}, EngineConfig, strict=False)
-    with pytest.raises(BadInput, match="--draft-head does not work with --tp"):
+    config = msgspec.convert({"draft_model": "m", "draft_head": "folder"}, EngineConfig, strict=False)
+    with pytest.raises(BadInput, match="--draft-model does not work with --draft-head"):
         plan_workers(config, {"m": Path("m")}, hardware=Hardware(cores=2, free_bytes=1 << 30, gpus=()))

@@ -15,7 +15,8 @@ from emberline.engine.training.eagle_training import (
     train,
     unrolled,
 )
-from emberline.models.eagle3 import Eagle3Config, Eagle3Head, load_head, save_head
+from emberline.models.eagle3 import Eagle3Config, Eagle3Head
+from emberline.models.eagle3_files import load_head, save_head
 from emberline.weights.model_config import BadCheckpoint
 
 VOCAB, HIDDEN, DRAFT = 64, 32, 24
@@ -74,23 +75,23 @@ def test_the_unrolled_chain_is_what_drafting_computes() -> None:
     ids = data.token_ids
     for step in range(depth):
         tokens = torch.cat([ids[:, 1 + step :], ids[:, -1:].expand(-1, 1 + step)], dim=1)
-        q, k, v = head.attention_inputs(embedding[tokens], rolled, positions + step)
+        q, k, v = head.layer.attention_inputs(embedding[tokens], rolled, positions + step)
         keys.append(k)
         values.append(v)
-        rolled = head.finish(chain_attention(q, keys, values), rolled)
+        rolled = head.layer.finish(chain_attention(q, keys, values), rolled)
         unrolled_hidden.append(rolled)
     for root in range(length - depth):
         roots = slice(0, root + 1)
-        q, k, v = head.attention_inputs(embedding[ids[:, 1 : root + 2]], hidden[:, roots], positions[roots])
-        state = head.finish(chain_attention(q, [k], [v]), hidden[:, roots])[:, -1:]
+        q, k, v = head.layer.attention_inputs(embedding[ids[:, 1 : root + 2]], hidden[:, roots], positions[roots])
+        state = head.layer.finish(chain_attention(q, [k], [v]), hidden[:, roots])[:, -1:]
         for step in range(depth):
             if step:
                 token = embedding[ids[:, root + 1 + step : root + 2 + step]]
-                q, k_new, v_new = head.attention_inputs(token, state, positions[root : root + 1] + step)
+                q, k_new, v_new = head.layer.attention_inputs(token, state, positions[root : root + 1] + step)
                 k, v = torch.cat([k, k_new], dim=1), torch.cat([v, v_new], dim=1)
                 spread = [t.transpose(1, 2).repeat_interleave(2, dim=1) for t in (k, v)]
                 out = torch.nn.functional.scaled_dot_product_attention(q.transpose(1, 2), *spread)
-                state = head.finish(out.transpose(1, 2), state)
+                state = head.layer.finish(out.transpose(1, 2), state)
             torch.testing.assert_close(state[0, 0], unrolled_hidden[step][0, root], rtol=1e-4, atol=1e-5)
 
 

@@ -7,8 +7,8 @@ import torch
 
 from emberline.engine.training import head_training
 from emberline.engine.worker import main as worker
-from emberline.models import eagle3
-from emberline.models.eagle3 import load_head
+from emberline.models import eagle3_files
+from emberline.models.eagle3_files import load_head
 from emberline.protocol.errors import BadInput
 from emberline.weights.model_config import BadCheckpoint
 from emberline.weights.safetensors_file import write_safetensors
@@ -111,7 +111,7 @@ def test_a_worker_uses_it_and_replies_as_without(trained):
 def test_the_shipped_head_is_found_where_it_is_named(trained, tmp_path, monkeypatch):
     model, head, _ = trained
     fingerprint = load_head(head, LAYERS).config.target
-    monkeypatch.setattr(eagle3, "SHIPPED", tmp_path)
+    monkeypatch.setattr(eagle3_files, "SHIPPED", tmp_path)
     with pytest.raises(BadInput, match="needs a head"):
         engine_of(model, "--speculation", "eagle3")
     (tmp_path / fingerprint[:16]).symlink_to(head)

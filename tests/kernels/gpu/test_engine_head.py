@@ -30,6 +30,7 @@ from emberline.models.decoder import Decoder  # noqa: E402
 from emberline.models.draft_head import DraftHead, GpuDraftHead  # noqa: E402
 from emberline.models.eagle3 import Eagle3Config, Eagle3Head  # noqa: E402
 from emberline.models.llama import llama  # noqa: E402
+from emberline.weights.model_config import LatentConfig  # noqa: E402
 from tests.engine.fakes import request  # noqa: E402
 from tests.engine.runners.cpu.test_head_runner import EagerSpeculator  # noqa: E402
 from tests.engine.runners.cpu.test_torch_runner import tokens  # noqa: E402
@@ -66,10 +67,21 @@ class Watched(EagerSpeculator):
                 self.proposed.setdefault(seq.number, {})[at] = ids
 
 
-def head_of():
+LATENT = LatentConfig(q_lora=32, kv_lora=64, nope=32, rope=16, v_dim=32)
+VARIANTS = {
+    "as trained here": {},
+    "two layers": {"n_layers": 2},
+    "MLA": {"latent": LATENT},
+    "3.1": {"latent": LATENT, "n_layers": 2, "fc_norm": True, "norm_output": True, "own_embedding": True},
+}
+
+
+def head_of(variant):
     torch.manual_seed(2)
-    head = Eagle3Head(msgspec.structs.replace(Eagle3Config.of(TARGET, 30), taps=(0, 1, 2)))
+    head = Eagle3Head(msgspec.structs.replace(Eagle3Config.of(TARGET, 30), taps=(0, 1, 2), **variant))
     head.d2t.copy_(torch.arange(30) * 2)  # ids 0, 3, 6 …
+    if head.config.own_embedding:
+        torch.nn.init.normal_(head.embedding)
     return head
 
 
@@ -110,11 +122,12 @@ def gpu_engine(deterministic=False, head=None):
 
 
 @pytest.mark.slow  # the runner and the kernels have everyday tests of their own
-def test_tokens_are_those_without_a_head_and_drafts_those_of_the_cpu():
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_tokens_are_those_without_a_head_and_drafts_those_of_the_cpu(variant):
     temperature = 0.7
     model = Decoder(RandomCheckpoint(TARGET, scale=0.2), TorchBackend(DEVICE, torch.float32), llama)
     plain, _ = generate(TorchRunner(model, [40], LIMITS, DEVICE), model.kv_groups, None, 1, temperature)
-    head = head_of()
+    head = head_of(VARIANTS[variant])
     drafting = DraftHead(head, model)
     groups = (*model.kv_groups, drafting.kv_group)
     runner = TorchRunner(model, [40, 40], LIMITS, DEVICE, head=drafting)

@@ -112,7 +112,9 @@ class HeadRunner:
                 ids = [chain.token_id for chain in chains]
                 starts = list(range(len(chains) + 1))
                 hidden = self.head.extend(_inputs(ids, ends - 1, starts, ends, tables), hidden, self._pool)
-            for chain, draft, token_id in zip(chains, drafts, self._choose(chains, hidden)):
+            chosen = self._choose(chains, hidden)
+            self.head.feed_back(hidden)
+            for chain, draft, token_id in zip(chains, drafts, chosen):
                 draft.append(token_id)
                 chain.position, chain.token_id = chain.position + 1, max(token_id, 0)
         return [pack(draft) if min(draft) >= 0 else b"" for draft in drafts]

@@ -284,7 +284,7 @@ def _work(plan: StepPlan) -> StepWork:
 
 
 def host_pages(layout: KVGroup, n_blocks: int, shared: bool) -> Pages:
-    n_bytes = n_blocks * layout.block_bytes
+    n_bytes = n_blocks * layout.block_bytes or 1  # of a group whose layers another stage has
     return shared_pages(n_bytes) if shared else private_pages(n_bytes)
 
 

@@ -19,7 +19,7 @@ from emberline.engine.runners.cpu.runner import CpuRunner, Draft, host_pages, po
 from emberline.kernels.sampling import SamplerRow
 from emberline.kv.host_memory import Pages
 from emberline.models.decoder import StepInputs, Taps
-from emberline.models.draft_head import DraftHead
+from emberline.models.draft_head import DraftHead, DraftsElsewhere
 from emberline.models.draft_model import DraftModel
 from emberline.protocol.block_hash import KVGroup
 
@@ -47,7 +47,7 @@ class TorchRunner(CpuRunner):
         prefill: PrefillPolicy | None = None,
         shared: bool = False,
         cpu_share: AbstractContextManager[None] | None = None,
-        head: DraftHead | DraftModel | None = None,
+        head: DraftHead | DraftModel | DraftsElsewhere | None = None,
         images: ImageRows | None = None,
     ) -> None:
         """head: a draft head or model, whose KV groups follow the model's own in `n_blocks`. images: makes the rows of
@@ -63,9 +63,10 @@ class TorchRunner(CpuRunner):
         super().__init__(model, n_blocks, limits, prefill, shared, cpu_share)
         self._kv, own = self._kv[:n_own], self._kv[n_own:]
         self.head: HeadRunner | DraftModelRunner | None = None
+        self._taps = () if head is None or isinstance(head, DraftModel) else head.taps
         if isinstance(head, DraftModel):
             self.head = DraftModelRunner(head, own, rows)
-        elif head is not None:
+        elif isinstance(head, DraftHead):
             self.head = HeadRunner(head, own[0], limits.vocab_size, rows)
 
     def _open_pools(self, n_blocks: Sequence[int], shared: bool) -> list[Any]:
@@ -96,14 +97,12 @@ class TorchRunner(CpuRunner):
         return inputs, samplers
 
     def _forward(self, plan: StepPlan, inputs: StepInputs) -> tuple[Tensor, Draft | None]:
-        if self.head is None:
-            return self._torch_model.forward(inputs, self._kv), None
         states: list[Tensor] = []
-        if self.head.taps:
-            logits, states = self._torch_model.forward_tapped(inputs, self._kv, self.head.taps)
+        if self._taps:
+            logits, states = self._torch_model.forward_tapped(inputs, self._kv, self._taps)
         else:
             logits = self._torch_model.forward(inputs, self._kv)
-        return logits, partial(self._draft, plan, states)
+        return logits, None if self.head is None else partial(self._draft, plan, states)
 
     def _draft(
         self, plan: StepPlan, states: list[Tensor], sampled: Sequence[Sampled], samplers: Sequence[SamplerRow]
@@ -121,4 +120,5 @@ def allocate_pool(layout: KVGroup, n_blocks: int, device: torch.device) -> Tenso
 
 
 def tensor_in(pages: Pages, layout: KVGroup, n_blocks: int) -> Tensor:
-    return torch.frombuffer(pages.buffer, dtype=getattr(torch, layout.dtype)).view(pool_shape(layout, n_blocks))
+    shape, dtype = pool_shape(layout, n_blocks), getattr(torch, layout.dtype)
+    return torch.frombuffer(pages.buffer, dtype=dtype).view(shape) if layout.layers else torch.empty(shape, dtype=dtype)

@@ -164,6 +164,7 @@ class DraftChain(ChainOfDrafts):
             self.head.extend_in_place(step, to.hidden, self._pool, self._embeds[:n])
             logits = self.head.logits(to.hidden)
             self._kernels.draw_drafts(logits, self._slots.sampler, self.head.target_ids, index, state.drafts, to)
+            self.head.feed_back(to.hidden)
         return to.drafts
 
 

@@ -56,10 +56,10 @@ class LatentPlan:
 
 class _Planner:
     def __init__(
-        self, workspace: Workspace, group: int, shape: LatentShape, step: Any, deterministic: bool,
+        self, workspace: Workspace, group: int, tables: Tensor, shape: LatentShape, step: Any, deterministic: bool,
         shares: LatentShares | None,
     ) -> None:  # fmt: skip
-        self._workspace, self._group, self._shape = workspace, group, shape
+        self._workspace, self._group, self._tables, self._shape = workspace, group, tables, shape
         self._step, self._deterministic, self._shares = step, deterministic, shares
         self.found: list[AbsorbedRows] = []
 
@@ -90,16 +90,16 @@ class _Planner:
         splits = plan_latent_splits(
             starts, kept, n, head_tiles, per_tile, tile.keys, tile.programs_per_sm, max_partials, memory
         )
-        tables = self._step.block_tables[self._group][rows]
-        self.found.append(AbsorbedRows(tokens, tables, starts, contexts, splits, tile))
+        self.found.append(AbsorbedRows(tokens, self._tables[rows], starts, contexts, splits, tile))
 
 
 def plan_latent(
-    workspace: Workspace, group: int, shape: LatentShape, step: Any, step_shape: StepShape,
+    workspace: Workspace, group: int, tables: Tensor, shape: LatentShape, step: Any, step_shape: StepShape,
     library: LongAttention | None, deterministic: bool, shares: LatentShares | None = None,
 ) -> LatentPlan:  # fmt: skip
-    """Plan a step. library: attends to expanded chunks; None: all attend absorbed. shares: divide a block's tokens."""
-    planner = _Planner(workspace, group, shape, step, deterministic, shares)
+    """Plan a step. group: number of the KV group in the workspace. tables: its block tables, by row. library: attends
+    to expanded chunks; None: all attend absorbed. shares: divide a block's tokens."""
+    planner = _Planner(workspace, group, tables, shape, step, deterministic, shares)
     limit = workspace.sizes.absorbed_tokens
     if not step_shape.max_query or step_shape.chunks is None:
         every = slice(0, len(step.context_lens)), slice(0, len(step.token_ids))
@@ -135,13 +135,12 @@ def plan_latent(
 
 
 def attend_latents(
-    attn: LatentAttention, x: Tensor, workspace: Workspace, matmul: Matmul, plan: LatentPlan, step: Any,
+    attn: LatentAttention, projected: Tensor, workspace: Workspace, matmul: Matmul, plan: LatentPlan, step: Any,
     rotary: tuple[Tensor, Tensor], pool: Tensor, library: LongAttention, pdl: bool,
 ) -> Tensor:  # fmt: skip
-    """Compute the heads' outputs [tokens, heads * v_dim] for the residual x, and write the new tokens to the cache."""
-    tokens, width, shares = len(x), attn.kv_lora + attn.rope_dim, plan.shares
-    projected = workspace.take("qkv", tokens, attn.qkv_a.shape[0])
-    matmul(x, attn.qkv_a, projected, Fusion(attn.norm, attn.eps))
+    """Compute the heads' outputs [tokens, heads * v_dim] from the first projection, and write the new tokens to the
+    cache."""
+    tokens, width, shares = len(projected), attn.kv_lora + attn.rope_dim, plan.shares
     q, kv = projected[:, :-width], projected[:, -width:]
     if attn.q_b is not None:
         queries = workspace.take("queries", tokens, attn.q_b.shape[0])
@@ -182,7 +181,7 @@ def attend_latents(
         )
         attend_expanded(
             _by_head(q[new], attn.heads), attn, library, pool, tables[chunk.row], chunk.context,
-            workspace.region("expanded", x.dtype), _by_head(out[new], attn.heads), shares,
+            workspace.region("expanded", projected.dtype), _by_head(out[new], attn.heads), shares,
         )  # fmt: skip
     return out
 

@@ -150,7 +150,15 @@ class TritonBackend:
             if isinstance(attention, LatentShape):
                 library = self._long if self._long_usable and self._expands(attention.q_dim, attention.v_dim) else None
                 context.latent[i] = plan_latent(
-                    workspace, n, attention, step, shape, library, self._deterministic, self._shares
+                    workspace,
+                    n,
+                    step.block_tables[i],
+                    attention,
+                    step,
+                    shape,
+                    library,
+                    self._deterministic,
+                    self._shares,
                 )
                 continue
             prefix_lens = shape.prefix_lens if group.window is None else None
@@ -237,12 +245,16 @@ class TritonBackend:
     def _latent_attention(
         self, attn: LatentAttention, x: Tensor, context: TritonStep, following: FeedForward
     ) -> Tensor | None:
+        projected = self._workspace.take("qkv", len(x), attn.qkv_a.shape[0])
+        self._matmul(x, attn.qkv_a, projected, Fusion(attn.norm, attn.eps))
+        return self._add_attended(self._attend_to_latents(projected, attn, context), attn, x, following)
+
+    def _attend_to_latents(self, projected: Tensor, attn: LatentAttention, context: TritonStep) -> Tensor:
         group = attn.kv_group
-        attended = attend_latents(
-            attn, x, self._workspace, self._matmul, context.latent[group], context.step, context.rotary[group],
+        return attend_latents(
+            attn, projected, self._workspace, self._matmul, context.latent[group], context.step, context.rotary[group],
             context.kv[group][:, attn.layer_index], self._long, self._pdl,
         )  # fmt: skip
-        return self._add_attended(attended, attn, x, following)
 
     def _grouped_query_attention(
         self, attn: GroupedQueryAttention, x: Tensor, context: TritonStep, following: FeedForward
@@ -284,17 +296,28 @@ class TritonBackend:
 
     # --- attention ----------------------------------------------------------------------------------------------------
 
-    def attention(self, qkv: Tensor, attn: GroupedQueryAttention, context: TritonStep) -> Tensor:
+    def attention(self, qkv: Tensor, attn: Attention, context: TritonStep) -> Tensor:
+        if isinstance(attn, LatentAttention):
+            return self._attend_to_latents(qkv, attn, context)
         return self._attend(qkv, self._workspace.take("normed", len(qkv), attn.output_dim), attn, context)
 
-    def joint_qkv(
-        self, embeds: Tensor, embed_norm: Tensor, of_embeds: Any, hidden: Tensor, attn: GroupedQueryAttention
+    def project(self, x: Tensor, matrix: Matrix, out: Tensor, norm: Tensor | None, eps: float, *, add: bool) -> None:
+        """Write x times the matrix, which every rank has whole, to out, or add it. With a norm x is normed first."""
+        self._matmul(x, matrix, out, Fusion(norm, eps, add=add))
+
+    def normalize(self, x: Tensor, norm: Tensor, eps: float) -> None:
+        """Replace x by rms_norm(x)."""
+        add_norm(x, None, norm, x, eps, pdl=self._pdl)
+
+    def joint_projection(
+        self, embeds: Tensor, embed_norm: Tensor, of_embeds: Any, hidden: Tensor, attn: Attention
     ) -> Tensor:
-        """Compute q, k and v of a draft head, whose attention reads two normed inputs."""
-        qkv = self._workspace.take("qkv", len(hidden), attn.qkv.shape[0])
-        self._matmul(embeds, of_embeds, qkv, Fusion(embed_norm, attn.eps))
-        self._matmul(hidden, attn.qkv, qkv, Fusion(attn.norm, attn.eps, add=True))
-        return qkv
+        """The first projection of a draft head's attention, which reads two normed inputs."""
+        own = attn.qkv_a if isinstance(attn, LatentAttention) else attn.qkv
+        projected = self._workspace.take("qkv", len(hidden), own.shape[0])
+        self._matmul(embeds, of_embeds, projected, Fusion(embed_norm, attn.eps))
+        self._matmul(hidden, own, projected, Fusion(attn.norm, attn.eps, add=True))
+        return projected
 
     def write_kv(self, qkv: Tensor, attn: GroupedQueryAttention, context: TritonStep) -> None:
         """Write new tokens to the cache without attention, for rows of any length."""

@@ -85,8 +85,8 @@ def plain_drafts(model, head, ids, depth):
     hidden = torch.cat([torch.zeros(1, CONFIG.hidden_size), combined])[None]
     drafts, tokens = [], list(ids)
     for _ in range(depth):
-        q, k, v = head.attention_inputs(weight[torch.tensor(tokens)][None], hidden, torch.arange(len(tokens)))
-        out = head.finish(chain_attention(q, [k], [v]), hidden)
+        q, k, v = head.layer.attention_inputs(weight[torch.tensor(tokens)][None], hidden, torch.arange(len(tokens)))
+        out = head.layer.finish(chain_attention(q, [k], [v]), hidden)
         drafts.append(2 * int(head.logits(out[:, -1:])[0, 0].argmax()))
         tokens.append(drafts[-1])
         hidden = torch.cat([hidden, out[:, -1:]], dim=1)
