@@ -1,7 +1,6 @@
 # Every target does its own set-up; a second run starts at once. ARGS="…" goes to the command behind a target.
 PYTHON ?= python3
-TORCH ?= torch==2.13.0
-export PYTHON TORCH
+export PYTHON
 
 .PHONY: help serve install release docs test test-all test-touched lint test-gpu cluster-test agents clients pages peers observability soak bench claims guard lock clean
 
@@ -63,7 +62,7 @@ claims: ## published claims beside our figures: the whole system in one run; up 
 	@scripts/claims $(ARGS)
 
 guard: ## has anything become slower? ratios of short benchmarks against those recorded for this kind of machine
-	@scripts/setup run && .venv/bin/python -m benchmarks.compare $(ARGS)
+	@scripts/setup torch && .venv/bin/python -m benchmarks.compare $(ARGS)
 
 lock: ## pin the dependencies of pyproject.toml anew
 	@scripts/setup dev && scripts/lock $(ARGS)

@@ -3,7 +3,6 @@
 import os
 import sys
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
 from pathlib import Path
 
 from benchmarks.contender import THREADS, Contender, Setup
@@ -34,7 +33,7 @@ def contender(setup: Setup) -> Contender:
         flags = ["--port", str(port), "--data-dir", str(data), "--threads", str(THREADS)]
         return [sys.executable, "-m", "emberline.cli.main", "serve", card.id, *flags]
 
-    return Contender(OURS, f"emberline {__version__}, torch {version('torch')}, this checkout", card.id, command)
+    return Contender(OURS, f"emberline {__version__}, this checkout", card.id, command)
 
 
 def prompts_of(gguf: Path, seed: str) -> Callable[[str], Prompts]:

@@ -43,6 +43,7 @@ cuda = torch.cuda.is_available()
 print(json.dumps({"version": torch.__version__, "cuda": cuda,
                   "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if cuda else []}))
 """
+NOT_INSTALLED = "not installed"
 _MARKS = {"ok": ("✓", "\x1b[32m"), "warn": ("!", "\x1b[33m"), "fail": ("✗", "\x1b[31m")}
 
 
@@ -90,8 +91,9 @@ def examine(config: Config | None) -> Iterator[DoctorCheck]:
     """Every check; without a valid configuration, only those that do not need one."""
     yield python()
     torch = _probe_torch()
-    yield torch_version(torch)
-    yield gpu(torch, machine.n_gpus_installed())
+    n_gpus = machine.n_gpus_installed()
+    yield torch_version(torch, n_gpus)
+    yield gpu(torch, n_gpus)
     yield compiler()
     yield pip()
     yield memory()
@@ -113,7 +115,7 @@ def python() -> DoctorCheck:
 def _probe_torch() -> dict[str, Any] | str:
     """Version and devices of torch, or why it cannot be imported. In a separate process: a broken torch may crash."""
     if importlib.util.find_spec("torch") is None:
-        return "not installed"
+        return NOT_INSTALLED
     probe = [sys.executable, "-c", _TORCH_PROBE]
     try:
         done = subprocess.run(probe, capture_output=True, text=True, timeout=120, check=False)
@@ -126,8 +128,11 @@ def _probe_torch() -> dict[str, Any] | str:
     return report
 
 
-def torch_version(torch: dict[str, Any] | str) -> DoctorCheck:
+def torch_version(torch: dict[str, Any] | str, n_gpus: int = 0) -> DoctorCheck:
     install = f"{sys.executable} -m pip install torch==2.13.0"
+    if torch == NOT_INSTALLED and not n_gpus:
+        uses = "embeddings, reranking, `plan`, draft heads and models without CPU kernels need it"
+        return DoctorCheck("torch", "ok", f"{NOT_INSTALLED}; {uses}")
     if isinstance(torch, str):
         return DoctorCheck("torch", "fail", torch, install)
     low, high = TORCH_RANGE
@@ -177,7 +182,7 @@ def compiler() -> DoctorCheck:
         return DoctorCheck(
             "cpu kernels",
             "warn",
-            f"{error}; the slower PyTorch path is used",
+            f"{error}; the slower PyTorch path is used, if PyTorch is installed",
             "install a C compiler (Debian, Ubuntu: apt install gcc libc6-dev)",
         )
     origin = "of the package" if library.parent == native_library.PREBUILT else "compiled"

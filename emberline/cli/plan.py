@@ -87,6 +87,9 @@ def run(args: argparse.Namespace) -> int:
     if isinstance(checkpoint.config, EncoderConfig):
         raise BadInput("plans are for models that generate text; one that embeds or classifies has no KV cache")
     from emberline.kernels.gpu.triton_placeholder import importable_kernels
+    from emberline.models.registry import require_torch
+
+    require_torch("`emberline plan` needs")
 
     with importable_kernels():
         import emberline.kernels.gpu.backend.triton_backend  # noqa: F401

@@ -31,6 +31,8 @@ class WeightSource(Protocol):
     """A tensor of a checkpoint, read on request. See `emberline.weights.tensors.Weight`."""
 
     @property
+    def name(self) -> str: ...
+    @property
     def shape(self) -> tuple[int, ...]: ...
     @property
     def kind(self) -> str: ...  # of its numbers on disk; "int4", "mxfp4", "fp8": weights.quantized_weight

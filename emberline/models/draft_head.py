@@ -294,7 +294,7 @@ def _digest(head: Eagle3Head) -> str:
 class _Loaded:
     """A tensor in memory as a `kernels.backend.WeightSource`. The C kernels take it with 8 bits."""
 
-    kind = "f32"
+    name, kind = "of a draft head", "f32"
 
     def __init__(self, values: Tensor, packs: bool) -> None:
         self._packs = packs

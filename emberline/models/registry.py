@@ -9,6 +9,7 @@ import logging
 import os
 from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from emberline.kernels.backend import Backend, Layer, WeightSource
@@ -131,12 +132,14 @@ def begin_loading(
     read_ahead: ReadAhead | None = None,
     shard: Shard | None = None,
     compress: bool = False,
+    keep_beside: tuple[Path, str] | None = None,
 ) -> tuple[Decoder, WeightLoader | None]:
     """Build the model; on CUDA its weights are still being read by the returned loader.
 
     The caller must call `WeightLoader.finish` before the first forward pass. On a CPU the weights are complete and the
     loader is None. `read_ahead` supplies file contents that were already read. `shard`: of a rank, which reads only its
-    own part of the checkpoint. `compress`: keep BF16 matrices losslessly packed on a GPU.
+    own part of the checkpoint. `compress`: keep BF16 matrices losslessly packed on a GPU. `keep_beside`: path and
+    fingerprint of the checkpoint, beside which the C kernels may keep their matrices.
     """
     architecture = ARCHITECTURES[source.config.architecture]
     source = source if shard is None else shard.checkpoint(source)
@@ -144,8 +147,13 @@ def begin_loading(
     backend = select_backend(source, device, deterministic, threads, groups, compress)
     tensors = _UsedTensors(source)
     if not device.startswith("cuda"):
+        native = backend if isinstance(backend, native_backend.NativeBackend) else None
+        if native is not None and keep_beside is not None and shard is None:
+            native.keep_beside(*keep_beside)
         model = Decoder(tensors, backend, architecture, shard)
         tensors.check_all_used()
+        if native is not None:
+            native.end_loading()
         return model, None
     from emberline.weights.loader import DeferredCheckpoint, WeightLoader
 

@@ -69,6 +69,11 @@ def test_unsupported_torch_version(version: str) -> None:
     assert doctor.torch_version("No module named 'torch'").status == "fail"
 
 
+def test_torch_is_needed_only_with_a_gpu() -> None:
+    assert doctor.torch_version(doctor.NOT_INSTALLED).status == "ok"
+    assert doctor.torch_version(doctor.NOT_INSTALLED, n_gpus=1).status == "fail"
+
+
 def test_gpu_without_cuda_build() -> None:
     found = doctor.gpu({"gpus": []}, 2)
     assert found.status == "warn"

@@ -210,7 +210,10 @@ def _build_decoder(
     fingerprint = checkpoint.fingerprint
     with ExitStack() as reading:
         try:
-            model, weights = begin_loading(checkpoint, device, args.deterministic, args.threads, ahead, shard)
+            path = (args.model, fingerprint) if args.random_weights is None else None
+            model, weights = begin_loading(
+                checkpoint, device, args.deterministic, args.threads, ahead, shard, keep_beside=path
+            )
             if weights is not None:
                 reading.enter_context(weights)
             cpu_shares.set_threads(model.backend, args.threads)

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass, field
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 
 from emberline.kernels.backend import MLP, GroupedQueryAttention, Layer, Rope, WeightSource
 from emberline.kernels.collectives import ALONE, ParallelGroups
+from emberline.kernels.cpu.packed_file import PackedArray, PackedFile
 from emberline.kernels.native_library import load_library
 from emberline.protocol.block_hash import BLOCK_TOKENS, KVGroup
 
@@ -151,6 +153,7 @@ class NativeBackend:
         assert groups.tp.size == 1
         self.groups = groups
         self._lib = load_library(target)
+        self._packed: PackedFile | None = None
         self._declare()
         self._stacks: dict[int, tuple[Any, Any, Any]] = {}  # by id of the layer list: pointers, structs, list
         self._lib.em_threads(threads or len(os.sched_getaffinity(0)))
@@ -185,16 +188,37 @@ class NativeBackend:
         if bias is not None:
             packed_bias = np.concatenate([b.dense() for b in bias])
         n_rows, cols = sum(w.shape[0] for w in weights), weights[0].shape[1]
-        quantized = [w.affine(self.unpack) for w in weights] if cols % GROUP == 0 else [None]
-        if any(part is None for part in quantized):
-            panels, bits = self._pack_floats(_stack([w.dense() for w in weights], gated)), 32
-        else:
-            panels, bits = self._pack_codes(quantized, gated)
         rows = _padded(n_rows)
+        name = "+".join(weight.name for weight in weights) if self._packed is not None else ""
+        found = None if self._packed is None else self._packed.find(name)
+        if found is not None and len(found.panels) == _panel_bytes(rows, cols, found.bits):
+            panels, bits = found
+        else:
+            panels, bits = self._pack(weights, gated)
+            if self._packed is not None and bits < 32:  # float panels would be twice the size of their file
+                self._packed.add(name, PackedArray(panels, bits))
         if packed_bias is not None and rows != n_rows:
             packed_bias = np.pad(packed_bias, (0, rows - n_rows))
         struct = _Linear(_address(panels), _address(packed_bias), rows, cols, bits)
         return PackedMatrix(struct, panels, packed_bias, n_rows)
+
+    def keep_beside(self, model: Path, fingerprint: str) -> None:
+        """Take matrices from a file beside the model, where an earlier start packed them. Without one, `end_loading`
+        writes it."""
+        self._packed = PackedFile.beside(model, fingerprint, Path(self._lib._name))
+
+    def end_loading(self) -> None:
+        """Keep what was packed since `keep_beside`, on a thread."""
+        if self._packed is not None:
+            self._packed.save()
+        self._packed = None
+
+    def _pack(self, weights: list[WeightSource], gated: bool) -> tuple[NDArray[Any], int]:
+        """Panels of stacked weights, and the bits of their codes; 32: floats."""
+        quantized = [w.affine(self.unpack) for w in weights] if weights[0].shape[1] % GROUP == 0 else [None]
+        if any(part is None for part in quantized):
+            return self._pack_floats(_stack([w.dense() for w in weights], gated)), 32
+        return self._pack_codes(quantized, gated)
 
     def unpack(self, kind: str, blocks: Any, shape: tuple[int, ...]) -> tuple[Any, Any, Any]:
         """Codes, scales and offsets of each group of 32 numbers in GGUF blocks of a format of BLOCK_KINDS."""
@@ -213,8 +237,7 @@ class NativeBackend:
             for name in ("scale", "offset")
         )
         rows, cols = codes.shape
-        code_bytes = rows * cols * bits // 8
-        panels = _empty((code_bytes + rows * (cols // GROUP) * 4,), np.uint8)
+        panels = _empty((_panel_bytes(rows, cols, bits),), np.uint8)
         self._lib.em_pack(*map(_address, (codes, scale, offset)), rows, cols, bits, _address(panels))
         return panels, bits
 
@@ -338,6 +361,11 @@ def _layer_struct(layer: Layer) -> _Layer:
     assert isinstance(m, MLP)
     norms = _address(a.norm), _address(a.post_norm)
     return _Layer(a.qkv.struct, a.output.struct, *norms, a.eps, a.kv_group, _attention_struct(a), _mlp_struct(m))
+
+
+def _panel_bytes(rows: int, cols: int, bits: int) -> int:
+    """Bytes of panels of codes, with a scale and an offset of two bytes for each group."""
+    return rows * cols * bits // 8 + rows * (cols // GROUP) * 4
 
 
 def _padded(rows: int) -> int:
