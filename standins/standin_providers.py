@@ -33,6 +33,7 @@ class ProviderScript(msgspec.Struct, kw_only=True):
     status: int = 0  # reply with this HTTP status
     retry_after: str = ""
     body: bytes = b""  # of that reply; empty: an error in the provider's form
+    plain_json: bool = False  # reply with JSON where a stream is asked for
     html: bool = False  # reply with a page
     redirect: str = ""  # reply with a redirect to this address
     hang: bool = False  # never reply
@@ -192,7 +193,7 @@ class StandinAnthropic(StandinProvider):
         if path != "/v1/messages":
             raise HttpError(404, f"no {path}")
         check_message_request(body)
-        if body.get("stream"):
+        if body.get("stream") and not self.script.plain_json:
             await self.stream(connection, list(self._events(body["model"])))
         else:
             connection.reply(200, encode(self._message(body["model"])))
@@ -366,6 +367,9 @@ class StandinGemini(StandinProvider):
             raise HttpError(404, f"no {path}")
         check_content_request(body)
         events = list(self._events(name))
+        if method == "streamGenerateContent" and self.script.plain_json:
+            parts = [event.removeprefix(b"data: ").strip() for event in events]
+            return connection.reply(200, b"[" + b",".join(parts) + b"]")
         if method == "streamGenerateContent":
             _refuse(query != "alt=sse", "the stand-in streams events only")
             await self.stream(connection, events)

@@ -12,6 +12,7 @@ import msgspec
 from emberline.balancer.load_reports import implausible
 from emberline.protocol.frames import EngineInfo, EngineLoad, Heartbeat, Step
 
+FORGOTTEN_S = 3600.0  # after the end of an exclusion
 MAX_EXCLUSION_S = 3600.0
 SEEN_ADVANCES = 3  # heartbeats with more computed tokens, without a Step frame: one long step explains fewer
 
@@ -92,13 +93,16 @@ class RequestProgress:
 
 
 class Exclusion(msgspec.Struct):
-    """For how long a worker that said what cannot be true is not connected to: twice as long each time."""
+    """For how long a worker that said what cannot be true is not connected to: twice as long each time, until it has
+    said nothing such for FORGOTTEN_S."""
 
     n_times: int = 0
     until_s: float = 0.0  # monotonic
 
     def extend(self, first_s: float) -> float:
         """Exclude the worker from now on. Returns for how many seconds."""
+        if time.monotonic() > self.until_s + FORGOTTEN_S:
+            self.n_times = 0
         seconds = min(MAX_EXCLUSION_S, first_s * 2.0 ** min(self.n_times, 32))
         self.n_times += 1
         self.until_s = time.monotonic() + seconds

@@ -20,7 +20,7 @@ from emberline.upstream.dialects.chunks import UnreadableChunk
 from emberline.upstream.dialects.dialect import COMPLETIONS, MESSAGES, Dialect
 from emberline.upstream.dialects.event_reader import ChunkEditor, EventReader
 from emberline.upstream.dialects.sse import MAX_LINE_BYTES, MalformedLine, StreamEditor, StreamError, read_usage
-from emberline.upstream.dialects.whole_reply import stream_lines
+from emberline.upstream.dialects.whole_reply import message_lines, stream_lines
 from emberline.upstream.providers.attempt import ProviderAttempt
 from emberline.upstream.providers.client import ProviderClient
 from emberline.upstream.providers.errors import hide_key
@@ -66,10 +66,17 @@ async def _no_piece() -> bytes:
     raise AssertionError("no attempt is open")
 
 
-async def _whole_reply(exchange: Exchange) -> bytes:
-    """A server's reply in one piece, as the stream that was asked for. Returns b"" once it was read."""
+def _whole_lines(editor: StreamEditor | EventReader | ChunkEditor) -> Callable[[bytes], bytes]:
+    """Turns a whole reply into the stream that the editor reads."""
+    if isinstance(editor, StreamEditor):
+        return message_lines if isinstance(editor, MessagesEditor) else stream_lines
+    return editor.whole_lines
+
+
+async def _whole_reply(exchange: Exchange, lines: Callable[[bytes], bytes]) -> bytes:
+    """A server's reply in one piece, as the `lines` that were asked for. Returns b"" once it was read."""
     body = await exchange.read(MAX_LINE_BYTES)
-    return stream_lines(body) if body else b""
+    return lines(body) if body else b""
 
 
 _NO_EDITOR, _NO_TRANSCRIPT = StreamEditor(), Transcript(keep=False)  # of a request that was not attempted: never fed
@@ -183,8 +190,8 @@ class UpstreamTransport(Generic[T]):
         content_type = exchange.headers.get("content-type", "")
         if content_type.startswith("text/event-stream"):
             self._piece = exchange.piece
-        elif content_type.startswith("application/json") and type(self._editor) is StreamEditor:
-            self._piece = partial(_whole_reply, exchange)
+        elif content_type.startswith("application/json"):
+            self._piece = partial(_whole_reply, exchange, _whole_lines(self._editor))
         else:
             raise decode.lost("did not answer with an event stream")
         self._responds = True

@@ -1,9 +1,11 @@
 """When a worker that has requests of ours is given up, and when it is not."""
 
+import time
+
 import pytest
 
 from emberline.cluster.timings import DEFAULTS
-from emberline.cluster.worker_checks import RequestProgress
+from emberline.cluster.worker_checks import FORGOTTEN_S, MAX_EXCLUSION_S, Exclusion, RequestProgress
 from emberline.engine.grammar.translator_process import LIMIT_S, START_S
 from emberline.protocol.frames import EngineInfo, EngineLoad, Heartbeat
 
@@ -65,3 +67,14 @@ def test_a_worker_that_computes_and_sends_no_steps_is_given_up_sooner(progress: 
 def test_the_first_grammar_may_take_longer_than_any_step() -> None:
     """A process is started for it. Neither load reports nor heartbeats tell that a sequence waits for its grammar."""
     assert DEFAULTS.no_work_s >= START_S + LIMIT_S + 10.0
+
+
+def test_exclusions_grow_and_are_forgotten() -> None:
+    exclusion = Exclusion()
+    assert [exclusion.extend(60.0) for _ in range(3)] == [60.0, 120.0, 240.0]
+    exclusion.n_times = 100
+    assert exclusion.extend(60.0) == MAX_EXCLUSION_S
+    exclusion.until_s = time.monotonic() - FORGOTTEN_S / 2
+    assert exclusion.extend(60.0) == MAX_EXCLUSION_S
+    exclusion.until_s = time.monotonic() - FORGOTTEN_S - 1
+    assert exclusion.extend(60.0) == 60.0

@@ -1,4 +1,4 @@
-"""Prices of models, now and in the past. Every key may read them; an admin sets them."""
+"""Prices of models, now and in the past. A key may read those of the models that it may use; an admin sets them."""
 
 from datetime import UTC, datetime
 from typing import Annotated, Any
@@ -35,10 +35,11 @@ async def list_prices(call: HttpExchange) -> Reply:
     if (name := call.query.get("model")) is not None:
         model = _model_id(call, name)
         history = prices.table.history(model)
-        if not history:
+        if not history or not _may_see(call, model):
             raise NotFound(f"{model[:256]} has no price: set one with `emberline price set`", param="model")
         return json_reply({"object": "list", "data": [_version(call, version) for version in history]})
-    return json_reply({"object": "list", "data": [_version(call, version) for version in prices.current()]})
+    seen = [version for version in prices.current() if _may_see(call, version.model)]
+    return json_reply({"object": "list", "data": [_version(call, version) for version in seen]})
 
 
 async def set_price(call: HttpExchange) -> Reply:
@@ -76,6 +77,18 @@ def _model_id(call: HttpExchange, name: str) -> str:
         return name if service is None else service.models.find(name, account).id
     except EmberlineError:
         return name
+
+
+def _may_see(call: HttpExchange, model: str) -> bool:
+    """True unless the model's name alone would tell the caller about another account, or what its key leaves out."""
+    service, principal = _service(call), call.principal
+    if service is None or principal.is_admin:
+        return True
+    try:
+        card = service.models.find(model, principal.account)
+    except EmberlineError:
+        return False
+    return principal.may_use((card.id, *card.aliases))
 
 
 def _version(call: HttpExchange, version: PriceVersion) -> dict[str, Any]:

@@ -8,10 +8,12 @@ import asyncio
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
+from emberline.api.http.body import held_bodies
 from emberline.api.http.errors import Dialect, HeaderList, codes, error_body
 from emberline.api.http.exchange import HttpExchange, RequestLimits, encode
 from emberline.api.http.resumable import HEADER
@@ -19,7 +21,7 @@ from emberline.api.http.streaming import WebSocketSession
 from emberline.net.http_server import ASGIApp, Message, Scope
 from emberline.net.periodic import stop
 from emberline.net.websocket_server import DRAIN, MAX_MESSAGE_BYTES
-from emberline.protocol.errors import BadInput, EmberlineError, Internal, Overloaded
+from emberline.protocol.errors import BadInput, EmberlineError, Internal, Overloaded, Unavailable
 
 MAX_WAITING = 8  # messages of one connection that wait for the response under way
 _NORMAL, _IDLE, _RESTARTS = 1000, 1001, 1012  # close codes
@@ -28,12 +30,20 @@ _TOO_OLD = "websocket_connection_limit_reached"
 _OF_HANDSHAKE = (b"connection", b"upgrade", b"sec-websocket-", b"content-", b"transfer-encoding", HEADER.encode())
 
 
+@dataclass(slots=True)
+class _WaitingMessage:
+    """A message that counts among the bodies of requests in this process's memory."""
+
+    text: str
+    held_bytes: int = 0
+
+
 class WebSocketConnection(WebSocketSession):
     """One connection. Its messages are answered one after the other."""
 
     def __init__(self) -> None:
         self.left = asyncio.Event()  # set once the client has closed the connection
-        self._waiting: deque[str] = deque()
+        self._waiting: deque[_WaitingMessage] = deque()
         self._changed = asyncio.Event()  # a message arrived, the client left, or the server stops
         self._drains = False
         self._call: HttpExchange  # the handshake
@@ -59,6 +69,8 @@ class WebSocketConnection(WebSocketSession):
         finally:
             self.closed()
             await stop(reader)
+            while self._waiting:
+                self._take()
             await self._send({"type": "websocket.close", "code": code})
 
     async def run(self, body: bytes, extra: Mapping[str, Any]) -> bool:
@@ -101,7 +113,7 @@ class WebSocketConnection(WebSocketSession):
         closes_s = clock() + limits.websocket_age_s
         while not self.left.is_set() and not self._drains:
             if self._waiting:
-                await self.answer(self._waiting.popleft())
+                await self.answer(self._take())
                 continue
             self._changed.clear()
             try:
@@ -132,12 +144,27 @@ class WebSocketConnection(WebSocketSession):
                 most = f"{MAX_WAITING} messages, of {MAX_MESSAGE_BYTES >> 20} MiB in all"
                 await self.refuse(Overloaded(f"too much is waiting, at most {most}: read their responses first"))
             else:
-                self._waiting.append(message["text"])
+                await self._add(message["text"])
             self._changed.set()
+
+    async def _add(self, text: str) -> None:
+        """Let a message wait, if this process has room for one more."""
+        waiting = _WaitingMessage(text)
+        try:
+            held_bodies.add(waiting, len(text))
+        except Unavailable as error:
+            return await self.refuse(error)
+        self._waiting.append(waiting)
+
+    def _take(self) -> str:
+        """The message that has waited longest. Whoever answers it counts its body."""
+        waiting = self._waiting.popleft()
+        held_bodies.release(waiting)
+        return waiting.text
 
     def _has_room(self, text: str) -> bool:
         """True if the message may wait. One alone may always."""
-        n_chars = sum(map(len, self._waiting)) + len(text)
+        n_chars = sum(len(waiting.text) for waiting in self._waiting) + len(text)
         return not self._waiting or (len(self._waiting) < MAX_WAITING and n_chars <= MAX_MESSAGE_BYTES)
 
 

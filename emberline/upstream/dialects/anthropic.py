@@ -30,6 +30,7 @@ from emberline.upstream.dialects.dialect import (
 )
 from emberline.upstream.dialects.event_reader import EventReader
 from emberline.upstream.dialects.sse import MalformedLine, StreamError, encode, make_usage, token_count
+from emberline.upstream.dialects.whole_reply import message_lines
 
 Json = dict[str, Any]
 VERSION = "2023-06-01"
@@ -273,6 +274,9 @@ class AnthropicReader(EventReader):
         self._signature = ""
         self._thinking: list[str] = []  # of the block that is open
         self._thinking_blocks: list[Json] = []  # all so far: a client sends them back with the results of its tools
+
+    def whole_lines(self, body: bytes) -> bytes:
+        return message_lines(body)
 
     def _read(self, data: bytes, events: list[TextEvent]) -> None:
         event: _Event = self._decoded(data, _events)

@@ -107,6 +107,10 @@ class EventReader:
             raise MalformedLine("a reply without a finish reason")
         return []
 
+    def whole_lines(self, body: bytes) -> bytes:
+        """The stream that a provider would have sent, whose reply is JSON instead. Raises MalformedLine."""
+        raise NotImplementedError
+
     def _read(self, data: bytes, events: list[TextEvent]) -> None:
         """Add the events of one event of the provider's."""
         raise NotImplementedError
@@ -189,6 +193,9 @@ class ChunkEditor:
 
     def needs_cached(self, piece: bytes) -> bool:
         return False
+
+    def whole_lines(self, body: bytes) -> bytes:
+        return self._reader.whole_lines(body)
 
     def closing(self) -> bytes:
         """Returns the lines to add if the provider closed after a complete reply, without an end of its own."""

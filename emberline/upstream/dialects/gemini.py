@@ -30,6 +30,7 @@ from emberline.upstream.dialects.dialect import (
 )
 from emberline.upstream.dialects.event_reader import EventReader
 from emberline.upstream.dialects.sse import MalformedLine, StreamError, encode, make_usage, token_count
+from emberline.upstream.dialects.whole_reply import candidate_lines
 
 Json = dict[str, Any]
 # Reasoning effort in tokens, for models that take no levels.
@@ -292,6 +293,9 @@ class GeminiReader(EventReader):
         events = super().feed(piece)
         self.ended = not piece and self.finished
         return events
+
+    def whole_lines(self, body: bytes) -> bytes:
+        return candidate_lines(body)
 
     def _read(self, data: bytes, events: list[TextEvent]) -> None:
         event: _Event = self._decoded(data, _events)

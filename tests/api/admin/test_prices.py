@@ -45,6 +45,7 @@ async def test_prices_are_set_listed_and_kept(admin: httpx.AsyncClient, service:
     assert [version["version"] for version in history] == [1, 2]
     acts = [(entry["act"], entry["target"]) for entry in (await admin.get("/api/audit")).json()["data"]]
     assert acts == [("price.set", KIMI["model"])] * 2
+    await admin.post("/api/prices", json={"model": MODEL, "input": 1})
     key = (await create(admin))["key"]
     (seen,) = (await admin.get("/api/prices", headers=bearer(key))).json()["data"]
     assert "created_by" not in seen
@@ -125,6 +126,25 @@ async def test_a_report_says_what_the_same_tokens_cost_elsewhere_and_without_the
     )
     key = (await create(admin, models=["@cf/a/other"]))["key"]
     assert (await admin.get("/api/usage", params={"compare": MODEL}, headers=bearer(key))).status_code == 403
+
+
+async def test_a_key_sees_the_prices_of_its_models_alone(admin: httpx.AsyncClient) -> None:
+    """The name of a model tells that another account has it, such as one of a provider of its own."""
+    hidden = "p5/theirs"
+    for model in (MODEL, hidden):
+        assert (await admin.post("/api/prices", json={"model": model, "input": 3, "output": 15})).status_code == 200
+    key, other = [bearer((await create(admin, **more))["key"]) for more in ({}, {"models": ["@cf/a/other"]})]
+
+    async def seen(headers: dict[str, str]) -> list[str]:
+        rows = (await admin.get("/api/prices", headers=headers)).json()["data"]
+        return sorted(row["model"] for row in rows if row["model"] in (MODEL, hidden))
+
+    assert await seen({}) == sorted([MODEL, hidden])
+    assert await seen(key) == [MODEL]
+    assert await seen(other) == []
+    for model, headers, status in ((MODEL, key, 200), (hidden, key, 404), (MODEL, other, 404), (hidden, {}, 200)):
+        answer = await admin.get("/api/prices", params={"model": model}, headers=headers)
+        assert answer.status_code == status, (model, answer.text)
 
 
 async def test_a_nul_which_one_database_cannot_store_is_refused(admin: httpx.AsyncClient) -> None:

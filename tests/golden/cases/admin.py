@@ -74,9 +74,9 @@ async def _bad_keys(client: Client) -> None:
 async def _prices(client: Client) -> None:
     model = f"{client.account}-model"
     await client.post("/api/prices", {"model": model, "input": "0.60", "output": "3.00"}, key=ADMIN_KEY)
-    await client.get(f"/api/prices?model={model}")
+    await client.get(f"/api/prices?model={model}", key=ADMIN_KEY)
     await client.post("/api/prices/remove", {"model": model}, key=ADMIN_KEY)
-    await client.get(f"/api/prices?model={model}")
+    await client.get(f"/api/prices?model={model}", key=ADMIN_KEY)
     await client.post("/api/prices", {"model": model, "input": "-1"}, key=ADMIN_KEY)
     await client.get(f"/api/prices?model={MODEL}")
 

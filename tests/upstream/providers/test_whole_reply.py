@@ -5,10 +5,14 @@ from typing import Any
 import msgspec
 import pytest
 
+from emberline.upstream.dialects.anthropic import AnthropicReader
+from emberline.upstream.dialects.event_reader import EventReader
+from emberline.upstream.dialects.gemini import GeminiReader
 from emberline.upstream.dialects.sse import MalformedLine, StreamEditor, StreamError
 from emberline.upstream.dialects.whole_reply import stream_lines
 from standins.openai_script import ServerScript
-from tests.upstream.providers.conftest import SAYS, Opener, events, said
+from standins.standin_providers import ProviderScript
+from tests.upstream.providers.conftest import SAYS, Opener, StartProvider, configured, events, said
 from tests.upstream.providers.test_openai_providers import MODEL, REPLY, StartServer, acme
 
 CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
@@ -49,6 +53,49 @@ async def test_json_that_cannot_be_read_is_the_servers_fault(gateway: Opener, op
     answer = await made.post("/v1/chat/completions", {"model": MODEL, "messages": SAYS, "stream": True})
     assert answer.status_code == 503
     assert "JSON that cannot be read" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("kind", ["anthropic", "gemini"])
+async def test_a_translated_reply_is_the_same_as_a_streamed_one(
+    gateway: Opener, provider_server: StartProvider, kind: str
+) -> None:
+    model = {"anthropic": "anthropic/claude-opus-5", "gemini": "gemini/gemini-3-pro"}[kind]
+    script = {"text": "Let me see. ", "thinking": "Hm.", "calls": [("f", {"a": [1, "é"]}), ("g", {})]}
+    server = await provider_server(kind, **script)
+    made = await gateway(configured(kind, server))
+    tools = [{"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in "fg"]
+    shown = []
+    for plain_json in (False, True):
+        server.script = ProviderScript(**script, plain_json=plain_json)
+        body = {"model": model, "messages": SAYS, "tools": tools}
+        whole = (await made.post("/v1/chat/completions", body)).json()
+        streamed = await made.post("/v1/chat/completions", {**body, "stream": True})
+        message = await made.post("/v1/messages", {**body, "tools": [], "max_tokens": 99, "stream": True})
+        assert streamed.status_code == message.status_code == 200, streamed.text + message.text
+        assert "message_stop" in message.text
+        for call in whole["choices"][0]["message"]["tool_calls"]:
+            call["id"] = ""  # Gemini has none: they are made here
+        shown.append((whole["choices"], whole["usage"], said(events(streamed.text))))
+    assert shown[0] == shown[1]
+    assert {row[1] for row in await made.rows()} == {"finished"}
+
+
+@pytest.mark.parametrize(
+    ("read", "body", "error"),
+    [
+        (AnthropicReader(0), {"type": "error", "error": {"type": "overloaded_error", "message": "later"}}, StreamError),
+        (GeminiReader(0, 1), {"error": {"code": 503, "message": "later"}}, StreamError),
+        (AnthropicReader(0), {"type": "message", "content": [5]}, MalformedLine),
+        (AnthropicReader(0), {"choices": []}, MalformedLine),
+        (AnthropicReader(0), [], MalformedLine),
+        (GeminiReader(0, 1), {"choices": []}, MalformedLine),
+        (GeminiReader(0, 1), [5], MalformedLine),
+        (GeminiReader(0, 1), [], MalformedLine),
+    ],
+)
+def test_what_is_no_reply_of_a_provider_is_an_error(read: EventReader, body: Any, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        read.feed(read.whole_lines(msgspec.json.encode(body)))
 
 
 def test_a_reply_with_calls() -> None:

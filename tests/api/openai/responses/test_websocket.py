@@ -296,11 +296,13 @@ def test_messages_that_wait_are_bounded_and_answered_in_turn() -> None:
         while (event := socket.next())["type"] != "error":
             assert len(service.requests) == 1
         assert (event["status"], "waiting" in event["error"]["message"]) == (429, True)
+        assert held_bodies.n_bytes > MAX_WAITING * len(json.dumps(CREATE))
         release.set()
         finished = [socket.events()[-1]["type"] for _ in range(MAX_WAITING + 1)]
         assert finished == ["response.completed"] * (MAX_WAITING + 1)
         texts = [request.messages[-1].content for request in service.requests if request.messages]
         assert texts == ["Hi", *map(str, range(MAX_WAITING))]
+    assert held_bodies.n_bytes == 0
 
 
 def test_large_messages_that_wait_are_bounded_together() -> None:
