@@ -58,8 +58,9 @@ def fetch(name: str, store: ModelStore, is_logged: bool = False, on_gpu: bool | 
 def load_text(entry: ModelEntry) -> "Tokenizer":
     """The model's tokenizer, and its chat template if it generates; BadInput for a model that cannot be served."""
     from emberline.catalog.model_files import ModelFiles, read_text
+    from emberline.server.http_worker import confined_templates
 
-    return read_text(ModelFiles(entry.card, str(entry.path)))
+    return read_text(ModelFiles(entry.card, str(entry.path)), confined_templates())
 
 
 def _pull(store: ModelStore, args: argparse.Namespace) -> int:

@@ -56,6 +56,7 @@ class Members(msgspec.Struct, omit_defaults=True):
     gone: list[str] = []  # names of configured workers that have left
     models: list[ModelFiles] = []  # that are loaded on demand
     states: dict[str, str] = {}  # of the models that this machine loads and unloads: on_disk, loading, loaded, …
+    problems: dict[str, str] = {}  # why a model could not be loaded, or its worker ended
 
 
 class WorkerConnections:
@@ -104,7 +105,7 @@ class WorkerConnections:
         them, or other members.
         """
         self.models.offer(members.models)
-        self.models.states = members.states
+        self.models.states, self.models.problems = members.states, members.problems
         replaced = [self.engines.pop(each.name) for each in members.engines if self._is_replaced(each)]
         for endpoint in members.engines:
             if endpoint.name not in self.engines:
@@ -376,9 +377,10 @@ class Membership:
         self._connections.models.offer(models)
         self._tell()
 
-    def show_states(self, states: Mapping[str, str]) -> None:
-        if states != self.members.states:
+    def show_states(self, states: Mapping[str, str], problems: Mapping[str, str]) -> None:
+        if states != self.members.states or problems != self.members.problems:
             self.members.states = self._connections.models.states = dict(states)
+            self.members.problems = self._connections.models.problems = dict(problems)
             self._tell()
 
     async def close(self) -> None:

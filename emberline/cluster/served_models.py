@@ -81,6 +81,7 @@ class ServedModels:
         self.card = self._cards.get  # returns the card of the model with an id; None if there is none
         self._served = {item.card.id: item for item in served}
         self.states: dict[str, str] = {}  # by id, of the models that the core loads and unloads
+        self.problems: dict[str, str] = {}  # by id: why a model could not be loaded, or its worker ended
         # Those keep their files while this process runs; of a predictor another version may be pushed.
         self._at_start = frozenset(item.card.id for item in served if item.card.predictor is None)
         self._files: dict[str, ModelFiles] = {}  # of the models that are loaded on demand, or can be again, by id

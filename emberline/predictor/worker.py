@@ -80,6 +80,8 @@ def main(argv: list[str] | None = None) -> int:
             _log.info("serving %s version %d", manifest.model, manifest.version, extra=facts)
             announcer = None if joining is None else joining.announcer(info, address)
             status = process.serve(socket_server, parent, facts, announcer)
+            if crashes:
+                _log.error("%s", crashes[0])  # the last line is the supervisor's reason
             return 1 if crashes else status
     except Exception as error:
         return process.fail(error)

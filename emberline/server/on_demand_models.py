@@ -95,7 +95,15 @@ class OnDemandModels:
             switch_after_s=models.switch_after_s,
             batch_switch_after_s=models.batch_switch_after_s,
         )
-        self._manager = ModelManager(limits, workers, core.membership, core.admission, core.grants, self._check)
+        self._manager = ModelManager(
+            limits,
+            workers,
+            core.membership,
+            core.admission,
+            core.grants,
+            self._check,
+            workers.problem,
+        )
         core.models = self._manager
         core.register(self._manager.metrics)
         for model in pinned:

@@ -29,6 +29,8 @@ class ModelLookup(Protocol):
 
     def state(self, model_id: str) -> str: ...
 
+    def problem(self, model_id: str) -> str: ...
+
     @property
     def aliases(self) -> AliasTable:
         """The operator's aliases."""
@@ -99,6 +101,10 @@ class Models:
         Returns `provider` if upstream servers have the model, and an empty text if it is always loaded."""
         on_upstream = self._served.card(model_id) is None and self.upstream.find(model_id, None) is not None
         return self._served.states.get(model_id) or ("provider" if on_upstream else "")
+
+    def problem(self, model_id: str) -> str:
+        """Why a model could not be loaded, or its worker ended; empty if nothing is known to be wrong."""
+        return self._served.problems.get(model_id, "")
 
     def is_alias(self, name: str) -> bool:
         """True if the name is an alias, so that the model which it stands for may depend on the caller."""

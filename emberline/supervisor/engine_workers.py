@@ -297,6 +297,11 @@ class EngineWorkers(ProcessGroup):
         names = {endpoint.name for endpoint in self.endpoints.get(model, ())}
         await self._end([worker for worker in self.processes if worker.name in names])
 
+    def problem(self, model: str) -> str:
+        """Why a worker of the model ended the last time, although nobody had stopped it; empty if none did."""
+        names = {endpoint.name for endpoint in self.endpoints.get(model, ())}
+        return next((worker.problem for worker in self.processes if worker.problem and worker.name in names), "")
+
     async def _end(self, workers: Sequence[SupervisedProcess]) -> None:
         await asyncio.gather(*(worker.stop(RETIRE_GRACE_S) for worker in workers))
         self.processes = [worker for worker in self.processes if worker not in workers]

@@ -56,7 +56,8 @@ class Attachment(Protocol):
 
     async def detach(self, names: Sequence[str]) -> None: ...
 
-    def show_states(self, states: Mapping[str, str]) -> None: ...
+    def show_states(self, states: Mapping[str, str], problems: Mapping[str, str]) -> None:
+        """Tell the states of models, and why a model could not be loaded or its worker ended."""
 
 
 class ModelMetrics(Collector):
@@ -99,16 +100,20 @@ class ModelManager:
         admission: AdmissionController,
         grants: Grants,
         check: Callable[[str], None] = lambda model: None,
+        problem: Callable[[str], str] = lambda model: "",
         clock: Callable[[], float] = time.monotonic,
         idle_poll_s: float = IDLE_POLL_S,
     ) -> None:
-        """`check` is called in a thread before a model is loaded, and raises what is wrong with its files."""
+        """`check` is called in a thread before a model is loaded, and raises what is wrong with its files. `problem`
+        tells why a worker of a loaded model ended, if one did."""
         self.switching = ModelSwitching(limits)
         self._workers = workers
         self._attachment = attachment
         self._admission = admission
         self._grants = grants
         self._check = check
+        self._problem = problem
+        self._problems: dict[str, str] = {}  # as they were shown last
         self._clock = clock
         self._idle_poll_s = idle_poll_s
         self._files: dict[str, LoadableModel] = {}
@@ -193,7 +198,7 @@ class ModelManager:
                 "state": _shown_state(model),
                 "pinned": model.pinned,
                 "memory_bytes": model.memory_bytes,
-                "reason": model.reason,
+                "reason": model.reason or self._problem(model.id),
                 "unload_in_s": self._unload_in_s(model, now_s),
             }
             for model in self.switching.models.values()
@@ -271,7 +276,7 @@ class ModelManager:
         for name in decision.load:
             self._set_state(name, "loading")
             self._spawn(self._load(name))
-        if decision.close or decision.reopen:
+        if decision.close or decision.reopen or self._find_problems() != self._problems:
             self._show()
 
     def _demand(self, model: str) -> Demand:
@@ -354,7 +359,12 @@ class ModelManager:
         self._show()
 
     def _show(self) -> None:
-        self._attachment.show_states(self._states())
+        self._problems = self._find_problems()
+        self._attachment.show_states(self._states(), self._problems)
+
+    def _find_problems(self) -> dict[str, str]:
+        found = {model.id: model.reason or self._problem(model.id) for model in self._models()}
+        return {model: problem for model, problem in found.items() if problem}
 
     def _states(self) -> dict[str, str]:
         return {model.id: _shown_state(model) for model in self._models()}

@@ -138,6 +138,7 @@ class SupervisedProcess:
         self._task: asyncio.Task[None] | None = None
         self._stopping = False
         self._monitor: HeartbeatMonitor | None = None  # of the running process
+        self.problem = ""  # why it ended the last time, although nobody had stopped it
 
     @property
     def name(self) -> str:
@@ -201,6 +202,7 @@ class SupervisedProcess:
                     return
                 if time.monotonic() - started_s > HEALTHY_S:
                     backoff_s = self.spec.backoff_s
+                self.problem = f"{_describe_exit(code)}: {self._reason()}"
                 log.error("%s %s; restarting it in %.1f s", self.name, _describe_exit(code), backoff_s)
             await asyncio.sleep(backoff_s)
             if self._stopping:

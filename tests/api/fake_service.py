@@ -183,6 +183,9 @@ class FakeModels:
     def state(self, model_id: str) -> str:
         return "loaded" if model_id == MODEL else ""
 
+    def problem(self, model_id: str) -> str:
+        return ""
+
 
 class FakeService:
     def __init__(self, script: Script = hello) -> None:

@@ -143,7 +143,7 @@ class FakeMembership:
     def offer(self, models: Sequence[ModelFiles]) -> None:
         self.offered = [model.card.id for model in models]
 
-    def show_states(self, states: object) -> None: ...
+    def show_states(self, states: object, problems: object) -> None: ...
 
 
 async def offered(config: Config, named: Sequence[ModelEntry] = (), elsewhere: bool = False) -> list[str]:
@@ -154,8 +154,8 @@ async def offered(config: Config, named: Sequence[ModelEntry] = (), elsewhere: b
         grants=Grants(admission.balancer.fleet),
         register=lambda metrics: None,
     )
-    nothing: Any = None
-    models = OnDemandModels(config, 1 << 40, named, (), nothing, core, lambda card: elsewhere)  # type: ignore[arg-type]
+    workers: Any = SimpleNamespace(problem=lambda model: "")
+    models = OnDemandModels(config, 1 << 40, named, (), workers, core, lambda card: elsewhere)  # type: ignore[arg-type]
     await models.open()
     await models.close()
     return membership.offered

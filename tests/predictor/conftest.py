@@ -17,12 +17,14 @@ from emberline.predictor.environments import Environment
 from emberline.predictor.versions import Build, PredictorVersions
 
 PROJECTS = Path(__file__).parent / "projects"
+# Environments that tests share, on this machine.
+ENVIRONMENTS = Path(os.environ.get("EMBERLINE_TEST_CACHE") or "~/.cache/emberline-tests").expanduser() / "predictors"
 
 
 @pytest.fixture(scope="session")
 def cog_environment() -> Environment:
     """An environment with Cog's server and nothing else, built once per machine."""
-    cache = Path(os.environ.get("EMBERLINE_TEST_CACHE") or "~/.cache/emberline-tests").expanduser() / "predictors"
+    cache = ENVIRONMENTS
     cache.mkdir(parents=True, exist_ok=True)
     known = cache / f"{environments.COG}-compiled.json"
     with open(cache / "build.lock", "w") as lock:

@@ -36,18 +36,22 @@ def source(card: ModelCard) -> int:
     return _SOURCES.get(card.id.partition("/")[0], _LOCAL_SOURCE)
 
 
-def cloudflare_model(card: ModelCard, state: str = "") -> dict[str, Any]:
-    """`state`: see `openai_model`."""
-    return ({"state": state} if state else {}) | {
-        "id": card.uuid,
-        "source": source(card),
-        "name": card.id,
-        "description": card.description,
-        "task": (task(card.task) or TASKS[0])._asdict(),
-        "created_at": card.created_at,
-        "tags": [],
-        "properties": [{"property_id": name, "value": value} for name, value in _properties(card).items() if value],
-    }
+def cloudflare_model(card: ModelCard, state: str = "", problem: str = "") -> dict[str, Any]:
+    """`state` and `problem`: see `openai_model`."""
+    return (
+        ({"state": state} if state else {})
+        | ({"problem": problem} if problem else {})
+        | {
+            "id": card.uuid,
+            "source": source(card),
+            "name": card.id,
+            "description": card.description,
+            "task": (task(card.task) or TASKS[0])._asdict(),
+            "created_at": card.created_at,
+            "tags": [],
+            "properties": [{"property_id": name, "value": value} for name, value in _properties(card).items() if value],
+        }
+    )
 
 
 def _properties(card: ModelCard) -> dict[str, Any]:
@@ -91,28 +95,32 @@ def listed_names(cards: Sequence[ModelCard]) -> list[tuple[str, ModelCard]]:
     return list(names.items())
 
 
-def openai_model(card: ModelCard, state: str = "", name: str = "") -> dict[str, Any]:
-    """The model under its id, or under another of its names; `state`: as `Models.state` has it."""
-    return ({"state": state} if state else {}) | {
-        "id": name or card.id,
-        "root": card.id,  # vLLM's field for the model behind a name
-        "aliases": list(card.aliases),
-        "object": "model",
-        "created": _unix(card),
-        "owned_by": card.author,
-        "context_window": card.context_window,
-        "max_model_len": card.context_window,  # vLLM's name
-        "default_parameters": card.defaults.given,
-        "task": card.task,
-        "capabilities": msgspec.to_builtins(card.capabilities),
-        "license": card.license or None,
-        "pricing": _pricing(card),
-        "deprecation_date": card.deprecation_date or None,
-        # Anthropic's fields: both APIs list models at the same path.
-        "type": "model",
-        "display_name": card.id.rpartition("/")[2],
-        "created_at": _rfc3339(card),
-    }
+def openai_model(card: ModelCard, state: str = "", name: str = "", problem: str = "") -> dict[str, Any]:
+    """The model under its id, or under another of its names; `state` and `problem`: as `Models` has them."""
+    return (
+        ({"state": state} if state else {})
+        | ({"problem": problem} if problem else {})
+        | {
+            "id": name or card.id,
+            "root": card.id,  # vLLM's field for the model behind a name
+            "aliases": list(card.aliases),
+            "object": "model",
+            "created": _unix(card),
+            "owned_by": card.author,
+            "context_window": card.context_window,
+            "max_model_len": card.context_window,  # vLLM's name
+            "default_parameters": card.defaults.given,
+            "task": card.task,
+            "capabilities": msgspec.to_builtins(card.capabilities),
+            "license": card.license or None,
+            "pricing": _pricing(card),
+            "deprecation_date": card.deprecation_date or None,
+            # Anthropic's fields: both APIs list models at the same path.
+            "type": "model",
+            "display_name": card.id.rpartition("/")[2],
+            "created_at": _rfc3339(card),
+        }
+    )
 
 
 def openrouter_model(card: ModelCard) -> dict[str, Any]:

@@ -70,11 +70,12 @@ async def completions(call: HttpExchange) -> Response:
 
 
 async def list_models(call: HttpExchange) -> Reply:
-    state, names = call.service.models.state, listed_names(call.models())
-    return list_reply([openai_model(card, state(card.id), name) for name, card in names], has_more=False)
+    models, names = call.service.models, listed_names(call.models())
+    rows = [openai_model(card, models.state(card.id), name, models.problem(card.id)) for name, card in names]
+    return list_reply(rows, has_more=False)
 
 
 async def get_model(call: HttpExchange) -> Reply:
     models = call.service.models
     card = models.find(call.path_param, call.principal.account)
-    return json_reply(openai_model(card, models.state(card.id)))
+    return json_reply(openai_model(card, models.state(card.id), problem=models.problem(card.id)))

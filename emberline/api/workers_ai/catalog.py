@@ -85,7 +85,10 @@ async def models(call: HttpExchange) -> Reply:
     cards = [card for card in call.models() if not (hides_beta and card.capabilities.beta)]
     found = [card for card in cards if _matches(card, call.query)]
     if "format" not in call.query:
-        return paged_reply(call, [cloudflare_model(card, call.service.models.state(card.id)) for card in found])
+        models = call.service.models
+        return paged_reply(
+            call, [cloudflare_model(card, models.state(card.id), models.problem(card.id)) for card in found]
+        )
     call.enum_param("format", ("openrouter",), "openrouter")
     rows = _page(call, [openrouter_model(card) for card in found])
     return json_reply(envelope(rows, data=rows))

@@ -6,7 +6,7 @@ import time
 import cog
 from cog import BaseRunner, ConcatenateIterator, Input, Path, Secret
 
-ACTS = ["echo", "fail", "crash", "hang", "leak", "fork", "fill", "print", "flood", "outside", "file", "metric"]
+ACTS = ["echo", "fail", "crash", "hang", "leak", "fork", "fill", "print", "flood", "outside", "file", "metric", "lie"]
 
 
 class Runner(BaseRunner):
@@ -57,6 +57,8 @@ class Runner(BaseRunner):
                 print("x" * 80)
         if act == "outside":
             return open("/etc/shadow").read()
+        if act == "lie":
+            return object()
         if act == "file":
             return file.read_bytes().decode()
         if act == "metric":
