@@ -216,7 +216,7 @@ def _entry(cursor: _Cursor) -> GGUFTensor:
 
 # --- a GGUF file as a checkpoint: metadata to ModelConfig, tensors under canonical names ------------------------------
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3")  # GGUF files of Mistral say "llama"
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3vl", "gemma3")  # GGUF files of Mistral say "llama"
 _MOE_ARCHITECTURES = frozenset({"deepseek2", "kimi-k2", "glm4moe", "llama4", "qwen3moe", "gpt-oss"})
 _NOT_FROM_GGUF = "is not read from GGUF; use the model's Hugging Face folder (safetensors)"
 # Control tokens that end a turn, for files that declare only one of several as EOS.
@@ -257,7 +257,7 @@ def read_config(file: GGUFFile) -> ModelConfig:
     n_heads, hidden = fields.whole("attention.head_count"), fields.whole("embedding_length")
     vocab_size = file.tensors["token_embd.weight"].shape[0]
     config = ModelConfig(
-        architecture=arch,
+        architecture="qwen3" if arch == "qwen3vl" else arch,
         vocab_size=vocab_size,
         hidden_size=hidden,
         n_layers=fields.whole("block_count", most=MAX_LAYERS),
@@ -273,12 +273,21 @@ def read_config(file: GGUFFile) -> ModelConfig:
         qk_norm="blk.0.attn_q_norm.weight" in file.tensors,
         eos_ids=_eos_ids(metadata, vocab_size),
         bos_id=metadata.optional_id("tokenizer.ggml.bos_token_id"),
+        mrope_sections=_mrope_sections(fields) if arch == "qwen3vl" else (),
     )
     _reject_unsupported(metadata, fields, config)
     divisors, scale = rope_from_gguf(fields, config.rope_theta, config.head_dim, config.context_len)
     divisors = _rope_freqs(file, config.head_dim) or divisors
     config = msgspec.structs.replace(config, rope_divisors=divisors, rope_scale=scale)
     return _gemma3(fields, config) if arch == "gemma3" else config
+
+
+def _mrope_sections(fields: Fields) -> tuple[int, ...]:
+    """Frequencies of time, height and width, of which the file has a fourth number that is 0."""
+    found = fields.get("rope.dimension_sections")
+    if not isinstance(found, np.ndarray) or len(found) < 3 or (found[:3] <= 0).any() or found[3:].any():
+        raise fields.wrong("rope.dimension_sections", "three numbers of frequencies")
+    return tuple(found[:3].tolist())
 
 
 def _reject_unsupported(metadata: Fields, fields: Fields, config: ModelConfig) -> None:

@@ -16,6 +16,7 @@ def tiny_gguf(
     metadata: dict[str, Any] | None = None,
     kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.Q4_0,
     first_token: str = "t0",
+    arrays: dict[str, list[int]] | None = None,
 ) -> Path:
     """Two layers of width 64 with 4 query and 2 KV heads; matrices quantized to `kind`, the rest float32."""
     writer = gguf.GGUFWriter(path, arch)
@@ -33,6 +34,8 @@ def tiny_gguf(
     for key, value in (metadata or {}).items():
         kinds = {int: gguf.GGUFValueType.UINT32, float: gguf.GGUFValueType.FLOAT32, str: gguf.GGUFValueType.STRING}
         writer.add_key_value(key, value, kinds[type(value)])
+    for key, numbers in (arrays or {}).items():
+        writer.add_array(key, numbers)
     for name, array in (tiny_tensors() | (tensors or {})).items():
         if name in drop:
             continue

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from emberline.models.vision.loading import load_tower
+from emberline.weights.checkpoint import open_checkpoint
 from emberline.weights.image_settings import read_image_processor
 from emberline.weights.mmproj import best_mmproj
 from emberline.weights.model_config import BadCheckpoint
@@ -134,3 +135,14 @@ def test_other_projectors_are_refused_by_name(tmp_path: Path) -> None:
 def test_the_most_precise_file_is_taken() -> None:
     assert best_mmproj(["m-f16.gguf", "mmproj-m-Q8_0.gguf", "m.mmproj-F16.gguf"]) == "m.mmproj-F16.gguf"
     assert best_mmproj(["m-f16.gguf"]) is None
+
+
+def test_language_models_of_qwen3_vl_are_read_from_gguf(tmp_path: Path) -> None:
+    norms = {f"blk.{n}.attn_{part}_norm.weight": np.ones(16, np.float32) for n in (0, 1) for part in "qk"}
+    sections = {"qwen3vl.rope.dimension_sections": [4, 2, 2, 0]}
+    model = tiny_gguf(tmp_path / "m.gguf", arch="qwen3vl", tensors=norms, arrays=sections)
+    config = open_checkpoint(model).config
+    assert (config.architecture, config.mrope_sections, config.qk_norm) == ("qwen3", (4, 2, 2), True)
+    bad = tiny_gguf(tmp_path / "bad.gguf", arch="qwen3vl", tensors=norms, arrays={next(iter(sections)): [4, 4, 0, 0]})
+    with pytest.raises(BadCheckpoint, match="three numbers of frequencies"):
+        open_checkpoint(bad)
