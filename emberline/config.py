@@ -84,6 +84,8 @@ class EngineConfig(Section, frozen=True):
     max_running: Count = 0  # sequences in a batch; 0: the engine's default
     token_budget: Count = 0  # tokens computed per step; 0: the engine's default
     deterministic: bool = False
+    weights: Literal["plain", "compressed", "auto"] = "plain"  # BF16 weights in a GPU's memory
+    verify_weights: bool = False  # compressed checkpoints are compared with their SHA-256 before they are served
     speculation: Literal["auto", "off", "suffix", "grammar", "eagle3", "draft_model"] = (
         "auto"  # all that pay, none, or one
     )

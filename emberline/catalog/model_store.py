@@ -120,6 +120,17 @@ class ModelStore:
         stored = _read_card(self.folder(card.id))
         return {} if stored is None else stored.sha256
 
+    def forget_missing(self, folder: Path) -> None:
+        """Drop the hashes of files that are no longer in a model's folder, such as those that were compressed."""
+        stored = _read_card(folder)
+        if stored is None or all((folder / name).exists() for name in stored.sha256):
+            return
+        left = {name: sha256 for name, sha256 in stored.sha256.items() if (folder / name).exists()}
+        new = folder / f".{CARD}"
+        new.write_bytes(msgspec.json.encode(msgspec.structs.replace(stored, sha256=left)))
+        _sync(new)
+        new.rename(folder / CARD)
+
     def staging(self, model_id: str) -> Path:
         """Where a pull of that model downloads to; always the same, so that it can be resumed."""
         return self.root / f".{_slug(model_id)}"

@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
         raise BadInput("--output is for a new folder; leave it out with --replace, --verify and --estimate")
     try:
         with _explained():
-            shown = _run(args, source)
+            shown = _run(args, store, source)
     except BadCheckpoint as error:
         raise BadInput(f"{args.model}: {error}", param="model") from None
     if args.json:
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _run(args: argparse.Namespace, source: Path) -> dict[str, Any]:
+def _run(args: argparse.Namespace, store: ModelStore, source: Path) -> dict[str, Any]:
     if args.estimate:
         return _estimate(args, source)
     if args.verify or args.restore:
@@ -68,7 +68,10 @@ def _run(args: argparse.Namespace, source: Path) -> dict[str, Any]:
     manifest = read_manifest(target)
     n_source, n_stored = (sum(sizes) for sizes in zip(*((f.source.size, f.size) for f in manifest.files), strict=True))
     if args.replace:
+        store.forget_missing(target)  # a card in the folder is exchanged with it
         lossless_folder.replace_folder(source, target)
+        if (entry := store.find(args.model)) is not None:
+            store.forget_missing(store.folder(entry.card.id))
         target = source
     shown = {"path": str(target), "source_bytes": n_source, "bytes": n_stored, "fingerprint": manifest.fingerprint}
     if not args.json:

@@ -27,6 +27,10 @@ from emberline.predictor.versions import OWNER, PredictorVersions
 from emberline.protocol.errors import BadInput, ModelNotFound
 from emberline.server.address import ServerAddress
 from emberline.server.model_memory import machine_memory
+from emberline.weights.checkpoint import open_checkpoint
+from emberline.weights.lossless_files import is_compressed
+from emberline.weights.model_config import BadCheckpoint
+from emberline.weights.summary import PartSize, part_sizes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -93,12 +97,39 @@ def _add_card(store: ModelStore, args: argparse.Namespace) -> int:
 def _show(store: ModelStore, args: argparse.Namespace) -> int:
     card, path = known_model(store, args.model)
     shown = msgspec.to_builtins(card) | {"path": None if path is None else str(path)}
+    parts = _compressed_parts(path)
     if args.json:
-        common.print_json(shown)
+        common.print_json(shown | ({"compression": msgspec.to_builtins(parts)} if parts else {}))
         return 0
-    for name, value in _lines(card, "not on this machine" if path is None else str(path)):
+    lines = _lines(card, "not on this machine" if path is None else str(path))
+    for name, value in [*lines, *_compression_lines(parts)]:
         print(f"{name:<16}{value}")
     return 0
+
+
+def _compressed_parts(path: Path | None) -> list[PartSize]:
+    """The parts of a model that is compressed on disk; none for another model."""
+    if path is None or not is_compressed(path):
+        return []
+    try:
+        checkpoint = open_checkpoint(path)
+    except BadCheckpoint as error:
+        raise BadInput(f"{path}: {error}") from None
+    parts = part_sizes(checkpoint.weight(name) for name in checkpoint.names)
+    checkpoint.close()
+    return parts
+
+
+def _compression_lines(parts: list[PartSize]) -> list[tuple[str, str]]:
+    """The bytes on disk of each part and of all of them, as a share of those that they decode to."""
+    if not parts:
+        return []
+    whole = PartSize("all", sum(part.n_bytes for part in parts), sum(part.stored_bytes for part in parts))
+    rows = []
+    for part in (whole, *parts):
+        stored, decoded = common.format_size(part.stored_bytes), common.format_size(part.n_bytes)
+        rows.append(("", f"{part.name}: {part.stored_bytes / part.n_bytes:.1%}, {stored} of {decoded}"))
+    return [("compression", rows[0][1]), *rows[1:]]
 
 
 def known_model(store: ModelStore, name: str) -> tuple[ModelCard, Path | None]:

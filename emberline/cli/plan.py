@@ -60,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--gpu-memory-share", "engine.gpu_memory_share", "of a GPU's memory, e.g. 0.5 (default: all of it)"),
     ):
         add(flag, dest=key, metavar="N", help=text)
+    add("--weights", dest="engine.weights", metavar="FORM", help="BF16 weights: plain (default), compressed or auto")
     add("--draft-model", metavar="MODEL", help="a smaller model that drafts for it, with the same tokenizer")
     add("--draft-head", type=Path, metavar="FOLDER", help="an EAGLE-3 head that drafts for it")
     common.add_data_dir(parser)
@@ -120,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         planner = Planner(
             checkpoint, gpu, limits, config.engine.kv_bytes or None, share, args.drive, drafting, asked,
-            tower_bytes(_tower(args.model, store)),
+            tower_bytes(_tower(args.model, store)), config.engine.weights,
         )  # fmt: skip
         found = compare(planner, count, workload, layouts, args.context)
     except BadCheckpoint as error:
@@ -278,7 +279,7 @@ def _print_memory(plan: "LayoutPlan") -> None:
     fullest = max(stages, key=lambda stage: stage.weights_bytes + stage.tower_bytes)
     print("Memory of a GPU" + (f" of the fullest stage (layers {_layers(fullest)}):" if several else ":"))
     rows = [
-        ("  weights", fullest.weights_bytes, _of_drafter(fullest.draft_weights_bytes)),
+        ("  weights", fullest.weights_bytes, _of_weights(plan, fullest)),
         ("  vision tower", fullest.tower_bytes, "on one GPU" if plan.gpus > 1 else ""),
         (
             "  KV cache",
@@ -299,6 +300,14 @@ def _print_memory(plan: "LayoutPlan") -> None:
     if plan.gpus > 1:
         print(f"KV of the {plan.gpus} GPUs of a replica: {common.format_size(plan.kv_bytes)}.")
     print(f"Context: up to {plan.context_len:,} tokens of one sequence.")
+
+
+def _of_weights(plan: "LayoutPlan", stage: "StagePlan") -> str:
+    notes = (
+        "losslessly compressed (times follow from bytes alone)" if plan.compressed else "",
+        _of_drafter(stage.draft_weights_bytes),
+    )
+    return ", ".join(filter(None, notes))
 
 
 def _of_drafter(n_bytes: int) -> str:
@@ -347,6 +356,7 @@ def _flags(plan: "LayoutPlan", workload: "Workload") -> str:
         flags.append("--prefill-workers {} --decode-workers {}".format(*workload.split))
     elif plan.replicas > 1:
         flags.append(f"--replicas {plan.replicas}")
+    flags += ["--weights compressed"] if plan.compressed else []
     return " ".join(flags)
 
 

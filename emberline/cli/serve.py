@@ -60,6 +60,18 @@ _GROUPS: dict[str, tuple[_Row, ...]] = {
             "same seed, same tokens in any batch (always so on a CPU; slower on a GPU)",
         ),
         ("--threads", "engine.threads", "N", "CPU threads per worker (default: cores)"),
+        (
+            "--weights",
+            "engine.weights",
+            "FORM",
+            "BF16 weights in a GPU's memory: plain (default), compressed (a quarter less), or auto, by the KV room",
+        ),
+        (
+            "--verify-weights",
+            "engine.verify_weights",
+            None,
+            "check the SHA-256 of a compressed model before serving it",
+        ),
     ),
     "memory": (
         (

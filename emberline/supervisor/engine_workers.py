@@ -395,6 +395,10 @@ def engine_arguments(config: EngineConfig, kv_bytes: int) -> list[str]:
             arguments += [flag, str(value)]
     if config.deterministic:
         arguments.append("--deterministic")
+    if config.weights != "plain":
+        arguments += ["--weights", config.weights]
+    if config.verify_weights:
+        arguments.append("--verify-weights")
     if config.speculation != "auto":
         arguments += ["--speculation", config.speculation]
     if config.draft_head:

@@ -1,12 +1,19 @@
 """`emberline compress`: what it prints, where it writes, and what it says when it cannot."""
 
+import hashlib
 import json
+import shutil
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from emberline.catalog.integrity import verify
+from emberline.catalog.model_card import describe_path
+from emberline.catalog.model_store import ModelStore
 from emberline.cli.main import main
 from emberline.weights.checkpoint import open_checkpoint
+from emberline.weights.lossless_files import is_compressed
 from tests.weights.lossless_models import compressed_file, flip, part_of, stopped_run, write_model
 from tests.weights.quantized_folder import write_llama
 
@@ -38,6 +45,36 @@ def test_a_model_is_replaced_only_when_asked(tmp_path: Path, capsys: pytest.Capt
     assert main(["compress", str(plain), "--replace"]) == 0
     assert compressed_file(plain).exists()
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_pulled_model_that_was_replaced_is_still_whole(tmp_path: Path) -> None:
+    store = ModelStore(tmp_path)
+    card = msgspec.structs.replace(describe_path(write_model(tmp_path / "model")), id="@local/models/mine")
+    shutil.copytree(tmp_path / "model", store.staging(card.id))
+    hashes = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in (tmp_path / "model").iterdir()}
+    with store.lock():
+        store.place(card, ".", hashes)
+    verify(store, card)
+    assert main(["compress", card.id]) == 1  # the store has no place for a second folder
+    assert main(["compress", card.id, "--replace", "--data-dir", str(tmp_path)]) == 0
+    verify(store, card)
+    entry = store.find(card.id)
+    assert entry is not None
+    assert is_compressed(entry.path)
+    assert set(store.pulled_files(card)) == {"config.json"}
+
+
+def test_show_tells_the_ratio_of_each_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compress", str(write_model(tmp_path / "model"))]) == 0
+    capsys.readouterr()
+    assert main(["show", str(tmp_path / "model-lossless")]) == 0
+    shown = capsys.readouterr().out
+    assert "compression     all: " in shown
+    assert main(["show", str(tmp_path / "model-lossless"), "--json"]) == 0
+    parts = {part["name"]: part for part in json.loads(capsys.readouterr().out)["compression"]}
+    assert list(parts) == ["attention", "feed-forward", "embedding", "head", "other"]
+    assert parts["feed-forward"]["stored_bytes"] < 0.75 * parts["feed-forward"]["n_bytes"]
+    assert parts["other"]["stored_bytes"] == parts["other"]["n_bytes"]
 
 
 def test_errors_say_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,6 +18,7 @@ from emberline.engine.planning.hardware import GIB, Gpu
 from emberline.engine.planning.step_time import StageWork, Step, StepSeconds
 from emberline.engine.runners.gpu.memory_budget import device_memory_budget
 from emberline.engine.runners.gpu.rank_memory import StepMemory, bound_context, draft_weight_bytes, weight_bytes
+from emberline.engine.runners.gpu.weight_storage import Room, WeightStorage, choose, wanted_kv_bytes
 from emberline.kernels.backend import Layer
 from emberline.kv.groups import all_sequences, one_sequence, split_bytes
 from emberline.models.decoder import Decoder
@@ -98,6 +99,7 @@ class LayoutPlan(msgspec.Struct, frozen=True, kw_only=True):
     decode_step_ms: dict[str, float]  # by sequences, each at `decode_context` tokens
     decode_context: int
     start_s: float
+    compressed: bool = False  # BF16 weights are packed losslessly in a GPU's memory
 
     @property
     def rank_weights_bytes(self) -> int:
@@ -148,16 +150,19 @@ class Planner:
         drafting: Callable[[Decoder], GpuDraftHead | DraftModel] | None = None,
         features: Collection[str] = (),
         tower_bytes: int = 0,
+        weights: WeightStorage = "plain",
     ) -> None:
         """drafting: the head or model that drafts for a model, without memory as the model itself is. features: names
-        of what is asked for besides layouts (`engine.composition`). tower_bytes: of the model's vision tower."""
+        of what is asked for besides layouts (`engine.composition`). tower_bytes: of the model's vision tower.
+        weights: how BF16 matrices are kept in a GPU's memory."""
+        self._weights = weights
         self._tower_bytes = tower_bytes
         self._features = {*features, "gpu"}
         self.source, self.gpu, self.limits = source, gpu, limits
         self._drafting = drafting
         self.config: ModelConfig = source.config
         self._kv_bytes, self._share, self._drive = kv_bytes, memory_share, drive_gb_s
-        self._made: dict[tuple[int, bool], dict[int, Layer]] = {}
+        self._made: dict[tuple[int, bool, bool], dict[int, Layer]] = {}
 
     @cached_property
     def _kinds(self) -> list[int]:
@@ -179,12 +184,20 @@ class Planner:
         kinds = (self.source.weight(name).kind for name in self.source.names)
         return any(FORMATS[kind].is_quantized for kind in kinds)
 
+    @cached_property
+    def stored_bytes(self) -> int:
+        """Bytes that a start reads: fewer than the checkpoint's if it is compressed on disk."""
+        weights = [self.source.weight(name) for name in self.source.names]
+        decoded = sum(weight.nbytes for weight in weights)
+        return int(self.checkpoint_bytes * sum(weight.stored_bytes for weight in weights) / max(1, decoded))
+
     def plan(self, layout: Layout, workload: Workload, replicas: int = 1, decode_context: int = 4096) -> LayoutPlan:
         """Raises DoesNotFit, saying by how much; BadInput for a layout that does not divide the model."""
         check_layout(self.config, layout)
         composition.check(self._features | composition.of_layout(layout))
         split = balance_stages(self.cost, layout.pp)
-        parts = [self._stage(layout, split, stage) for stage in range(layout.pp)]
+        compress = self._compresses(layout, split)
+        parts = [self._stage(layout, split, stage, compress) for stage in range(layout.pp)]
         towers = [self._tower_bytes, *[0] * (layout.pp - 1)]  # rows of images are embeddings: the first stage's
         memory = [self._memory(part, layout, tower) for part, tower in zip(parts, towers, strict=True)]
         blocks = _common_blocks(parts, memory, self.limits)
@@ -250,19 +263,37 @@ class Planner:
             },
             decode_context=decode_context,
             start_s=self.start_s,
+            compressed=compress,
         )
 
     @property
     def start_s(self) -> float:
         """From the drive of one machine, which all its ranks read; with compiled kernels."""
-        return max(LEAST_START_S, self.checkpoint_bytes / (1e9 * self._drive) + START_S)
+        return max(LEAST_START_S, self.stored_bytes / (1e9 * self._drive) + START_S)
 
-    def _stage(self, layout: Layout, split: StageSplit, stage: int) -> _Stage:
+    def _compresses(self, layout: Layout, split: StageSplit) -> bool:
+        """True if a worker of the layout would pack its weights: the fullest stage decides for the plan."""
+        if self._weights == "plain":
+            return False
+        return any(choose(self._weights, self._room(layout, split, stage)).compress for stage in range(layout.pp))
+
+    def _room(self, layout: Layout, split: StageSplit, stage: int) -> Room:
+        """Bytes of a GPU of the stage, as a worker there counts them."""
+        plain, packed = (self._stage(layout, split, stage, compress) for compress in (False, True))
+        taken = weight_bytes(plain.model) + plain.draft_weights + (0 if stage else self._tower_bytes)
+        free = self.gpu.memory - int(self.gpu.context_gib * GIB) - taken
+        limits = bound_context(self.limits, plain.model, max(0, free))
+        step = StepMemory.of(plain.model, limits, speculates=True, head=plain.head)
+        room = int(self._share * self.gpu.memory) - self.gpu.memory + free - step.total
+        wanted = wanted_kv_bytes(plain.model, self.limits, self._kv_bytes)
+        return Room(weight_bytes(plain.model), weight_bytes(packed.model), room, wanted)
+
+    def _stage(self, layout: Layout, split: StageSplit, stage: int, compress: bool = False) -> _Stage:
         """As the last rank of the stage has it: where the vocabulary does not divide, no other has more of it."""
         position = Position(stage, layout.tp - 1)
         shard = Shard.of(self.config, layout, position, loopback_groups(layout, position), split)
-        made = self._made.setdefault((layout.tp, layout.ep), {})
-        model = lay_out(self.source, self._kinds, shard, made)
+        made = self._made.setdefault((layout.tp, layout.ep, compress), {})
+        model = lay_out(self.source, self._kinds, shard, made, compress)
         return _Stage(model, None if self._drafting is None else self._drafting(model))
 
     def _memory(self, part: _Stage, layout: Layout, tower_bytes: int) -> tuple[StepMemory, int, int]:

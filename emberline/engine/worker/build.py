@@ -35,6 +35,7 @@ from emberline.engine.images.prompt_images import PromptImages
 from emberline.engine.memory import default_kv_bytes, free_host_bytes
 from emberline.engine.ranks.flags import layout_of, threads_of_rank
 from emberline.engine.runners.cpu.runner import CpuRunner
+from emberline.engine.runners.gpu.weight_storage import choose_on_device
 from emberline.engine.scoring.prompt_logprobs import PromptScoring
 from emberline.engine.speculation.opening import Drafting, open_drafting
 from emberline.engine.speculation.speculator import AUTO, OFF, Speculator, open_speculator
@@ -64,6 +65,8 @@ from emberline.protocol.parallel_layout import Layout
 from emberline.weights.checkpoint import Checkpoint, open_checkpoint
 from emberline.weights.generated import generate_checkpoint
 from emberline.weights.image_settings import read_image_processor
+from emberline.weights.lossless_files import is_compressed
+from emberline.weights.lossless_folder import verify_folder
 from emberline.weights.model_config import ModelConfig
 from emberline.weights.readahead import ReadAhead, model_files
 from emberline.weights.task_config import TaskConfig, read_json, task_of
@@ -165,6 +168,7 @@ def _build_decoder(
     args: argparse.Namespace, layout: Layout, timeline: StartTimeline, closing: ExitStack
 ) -> "Engine | FollowerLoop":
     """Build an engine that generates text, or a follower of one."""
+    _verify_weights(args)
     ahead = _read_ahead(args)
     if args.random_weights is None:
         checkpoint = open_checkpoint(args.model)
@@ -208,11 +212,13 @@ def _build_decoder(
 
         load_attention(device)
     fingerprint = checkpoint.fingerprint
+    limits = _limits(checkpoint.config, None, args)
+    compress = choose_on_device(args.weights, checkpoint, shard, device, limits, args.kv_bytes, args.memory_share)
     with ExitStack() as reading:
         try:
             path = (args.model, fingerprint) if args.random_weights is None else None
             model, weights = begin_loading(
-                checkpoint, device, args.deterministic, args.threads, ahead, shard, keep_beside=path
+                checkpoint, device, args.deterministic, args.threads, ahead, shard, compress, path
             )
             if weights is not None:
                 reading.enter_context(weights)
@@ -227,7 +233,7 @@ def _build_decoder(
             timeline.end("memory")
         except RuntimeError as error:
             if device.startswith("cuda"):
-                _explain_out_of_memory(error, checkpoint, device, args)
+                _explain_out_of_memory(error, checkpoint, device, args, compress)
             raise
         if opened.preparation is not None:
             opened.preparation.begin()
@@ -529,6 +535,13 @@ def _read_ahead(args: argparse.Namespace) -> ReadAhead | None:
     return ReadAhead(model_files(args.model), free_host_bytes() // 2)
 
 
+def _verify_weights(args: argparse.Namespace) -> None:
+    """Compare a compressed checkpoint with the SHA-256 of its source, if that was asked for. Raises BadCheckpoint."""
+    if args.verify_weights and args.random_weights is None and not args.rank and is_compressed(args.model):
+        verify_folder(args.model)
+        _log.info("the weights are those that were compressed, by SHA-256")
+
+
 def _set_defaults(args: argparse.Namespace, device: str) -> None:
     for name, value in (CPU_DEFAULTS if device == "cpu" else GPU_DEFAULTS).items():
         if getattr(args, name) is None:
@@ -537,7 +550,9 @@ def _set_defaults(args: argparse.Namespace, device: str) -> None:
         raise BadInput("--token-budget must be at least --max-running: each sequence takes one token per step")
 
 
-def _explain_out_of_memory(error: RuntimeError, checkpoint: Checkpoint, device: str, args: argparse.Namespace) -> None:
+def _explain_out_of_memory(
+    error: RuntimeError, checkpoint: Checkpoint, device: str, args: argparse.Namespace, compress: bool
+) -> None:
     """Raise BadInput that says by how much a model is too large for the GPU, if its memory has run out."""
     import torch
 
@@ -547,7 +562,7 @@ def _explain_out_of_memory(error: RuntimeError, checkpoint: Checkpoint, device: 
     from emberline.models.registry import lay_out
 
     limits = _limits(checkpoint.config, None, args)
-    check_fits(lay_out(checkpoint), limits, device, args.kv_bytes, args.memory_share)
+    check_fits(lay_out(checkpoint, compress=compress), limits, device, args.kv_bytes, args.memory_share)
 
 
 def _limits(config: ModelConfig, cache: KVCache | None, args: argparse.Namespace) -> Limits:

@@ -12,6 +12,7 @@ from emberline import log
 from emberline.engine.addresses import listening, positive
 from emberline.engine.ranks.flags import add_arguments as add_parallel_arguments
 from emberline.engine.ranks.flags import command_of
+from emberline.engine.runners.gpu.weight_storage import STORAGES
 from emberline.engine.speculation.opening import add_arguments as add_draft_arguments
 from emberline.engine.speculation.speculator import AUTO, SETTINGS
 from emberline.engine.tiers.opening import add_arguments as add_tier_arguments
@@ -118,6 +119,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         "--speculation", choices=SETTINGS, default=AUTO, help="drafters of speculative decoding: all, none, or one"
     )
     parser.add_argument("--deterministic", action="store_true", help="the same tokens whatever else is in the batch")
+    parser.add_argument("--weights", choices=STORAGES, default="plain", help="BF16 weights in a GPU's memory")
+    parser.add_argument("--verify-weights", action="store_true", help="check a compressed checkpoint's SHA-256 first")
     args = parser.parse_args(argv)
     args.command = command_of(argv)  # which rank 0 starts its followers with
     return args
