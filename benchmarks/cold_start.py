@@ -130,6 +130,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     gguf = args.gguf or emberline_contender.default_gguf()
     setup = Setup(gguf, args.cache.resolve(), lambda text: print(text, file=sys.stderr))
     setup.cache.mkdir(parents=True, exist_ok=True)
+    # Python keeps its bytecode, as it does for users, whatever the caller's environment says.
+    os.environ |= {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(setup.cache / "bytecode")}
     programs = {"Emberline": emberline(setup), "llama.cpp": llama(setup)}
     found: dict[str, list[dict[str, float]]] = {name: [] for name in programs}
     with tempfile.TemporaryDirectory() as folder:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import yaml
 
 from emberline.protocol.errors import BadInput, Unsupported
 
@@ -56,6 +55,8 @@ class Project(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_project(folder: Path) -> Project:
     """Read a project folder. Raises BadInput, or Unsupported naming what this server cannot do for it."""
+    import yaml  # not at every start of a server
+
     path = folder / CONFIG
     if not path.is_file():
         raise BadInput(f"{folder} has no {CONFIG}: it is not a Cog project")

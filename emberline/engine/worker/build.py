@@ -298,6 +298,14 @@ def _load_tower(model: Any, device: str, args: argparse.Namespace) -> "Images | 
     """Load the vision tower of a checkpoint. Returns None if it has none, or the engine takes no images."""
     if (processor := read_image_processor(args.model)) is None:
         return None
+    from emberline.models.registry import require_torch
+
+    try:
+        require_torch("images need")
+    except BadInput as error:
+        _log.warning("%s; this worker takes no images", error)
+        return None
+
     from emberline.engine.images.tower_loading import open_images
 
     return open_images(processor, args, model, device)
