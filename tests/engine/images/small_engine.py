@@ -22,7 +22,7 @@ from emberline.protocol.token_ids import pack, unpack
 from emberline.weights.checkpoint import open_checkpoint
 from emberline.weights.image_settings import read_image_processor
 from tests.engine.runners.gpu.host_sampler import HostKernels, HostTable
-from tests.models.vision.small_vision_models import IMAGE_TOKEN_ID, TEXT
+from tests.models.vision.small_vision_models import TEXT
 
 # Width and height of the tiles of three images.
 TILES: dict[str, list[list[tuple[int, int]]]] = {
@@ -48,6 +48,7 @@ class Prompt:
     def __init__(self, folder: Path, family: str, images: Sequence[int], seed: int = 0, tail: int = 9) -> None:
         """images: numbers in TILES. Two images of one number differ if their seeds do."""
         self.folder, self.family = folder, family
+        self.token_id = processor_of(folder).image_token_id
         processor, generator = processor_of(folder), torch.Generator().manual_seed(seed)
         self.ids: list[int] = [(7 * i + 3) % 80 for i in range(11)]
         self.images: list[PromptImage] = []
@@ -58,18 +59,22 @@ class Prompt:
             for tile in tiles:
                 width, height = tile[0] // processor.cell, tile[1] // processor.cell
                 if family == "mistral3":
-                    self.ids += ([IMAGE_TOKEN_ID] * width + [_BREAK]) * height
+                    self.ids += ([self.token_id] * width + [_BREAK]) * height
                 else:
-                    self.ids += [IMAGE_TOKEN_ID] * (width * height) + [_BREAK] * (len(tiles) > 1)
+                    self.ids += [self.token_id] * (width * height) + [_BREAK] * (len(tiles) > 1)
             end = len(self.ids) - (self.ids[-1] == _BREAK)
             digest = bytes([n, seed] * 8)
             self.images.append(PromptImage(digest, start, end, tiles, pixels.numpy().tobytes()))
             self.ids += [(5 * i + 1) % 80 for i in range(3)]
         self.ids += [(11 * i + 2) % 80 for i in range(tail)]
 
+    def add_pixels(self, tiles: tuple[tuple[int, int], ...], pixels: bytes) -> None:
+        """Add an image whose tokens the ids have already, or will have."""
+        self.images.append(PromptImage(b"", 0, 0, tiles, pixels))
+
     def request(self, name: str, n: int = 6, **more: Any) -> EngineRequest:
         """A request for a greedy reply of n tokens."""
-        bias = {IMAGE_TOKEN_ID: -100.0}  # transformers would want another image
+        bias = {self.token_id: -100.0}  # transformers would want another image
         sampling = SamplingParams(max_tokens=n, temperature=0.0, ignore_eos=True, logit_bias=bias)
         return EngineRequest(id=name, prompt_ids=pack(self.ids), sampling=sampling, images=tuple(self.images), **more)
 
@@ -77,12 +82,12 @@ class Prompt:
         """The greedy reply of transformers, which computes everything again for every token."""
         ids, pixels = list(self.ids), self._pixels()
         for _ in range(n):
-            is_image = torch.tensor([[token_id == IMAGE_TOKEN_ID for token_id in ids]]).long()
+            is_image = torch.tensor([[token_id == self.token_id for token_id in ids]]).long()
             more = {"qwen3_vl": {"mm_token_type_ids": is_image}, "gemma3": {"token_type_ids": is_image}}
             with torch.inference_mode():
                 out = model(input_ids=torch.tensor([ids]), **pixels, **more.get(self.family, {}))
                 logits = out.logits[0, -1]
-                logits[IMAGE_TOKEN_ID] = -torch.inf
+                logits[self.token_id] = -torch.inf
             ids.append(int(logits.argmax()))
         return ids[len(self.ids) :]
 
