@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 from torch import Tensor
 
 from emberline.models.eagle3 import Eagle3Config, Eagle3Head, default_taps
+from emberline.weights.hf_checkpoint import TensorFile, open_files
+from emberline.weights.lossless_files import is_compressed
 from emberline.weights.model_config import BadCheckpoint, Fields, rope_from_hf, yarn_scale
 from emberline.weights.moe_config import latent_config
 from emberline.weights.safetensors_file import SafetensorsFile, write_safetensors
@@ -230,16 +233,17 @@ def _object(fields: Fields, key: str) -> dict[str, object]:
 
 # --- tensors ----------------------------------------------------------------------------------------------------------
 
-_Files = dict[str, tuple[SafetensorsFile, Any]]
+_Files = dict[str, tuple[TensorFile, str]]  # the file, and the tensor's name in it
 
 
 def _open(folder: Path) -> _Files:
     """The tensors of all safetensors files of the folder, by name without the prefix that some publish."""
     found: _Files = {}
     try:
-        for path in sorted(folder.glob("*.safetensors")):
-            file = SafetensorsFile.open(path)
-            found |= {name.removeprefix("model."): (file, entry) for name, entry in file.tensors.items()}
+        paths = sorted(folder.glob("*.safetensors"))
+        files = open_files(folder)[0] if is_compressed(folder) else [SafetensorsFile.open(path) for path in paths]
+        for file in files:
+            found |= {name.removeprefix("model."): (file, name) for name in file.tensors}
     except OSError as error:
         raise BadCheckpoint(f"the EAGLE-3 head {folder} cannot be read: {error}") from None
     if not found:
@@ -250,12 +254,14 @@ def _open(folder: Path) -> _Files:
 def _read(files: _Files, folder: Path, name: str, published: str, shape: tuple[int, ...]) -> Tensor:
     if name not in files:
         raise BadCheckpoint(f"the EAGLE-3 head {folder} lacks the tensor {published}")
-    file, entry = files[name]
+    file, stored_name = files[name]
+    entry = file.tensors[stored_name]
     if entry.shape != shape:
         raise BadCheckpoint(f"the head's tensor {name} is {list(entry.shape)}; expected {list(shape)}")
     if entry.dtype not in _DTYPES:
         raise BadCheckpoint(f"the head's tensor {name} is of {entry.dtype}, which is not one of {', '.join(_DTYPES)}")
-    return torch.frombuffer(bytearray(file.bytes_of(entry).tobytes()), dtype=_DTYPES[entry.dtype]).view(shape)
+    numbers = np.asarray(file.rows_of(stored_name)[0])
+    return torch.frombuffer(bytearray(numbers.tobytes()), dtype=_DTYPES[entry.dtype]).view(shape)
 
 
 def _identity(config: Eagle3Config) -> Tensor:

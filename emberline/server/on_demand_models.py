@@ -18,7 +18,7 @@ from emberline.supervisor import machine
 from emberline.supervisor.engine_workers import EngineWorkers, workers_per_model
 from emberline.supervisor.model_manager import LoadableModel, ModelManager
 from emberline.supervisor.model_switching import Limits
-from emberline.weights.readahead import model_files
+from emberline.weights.readahead import model_bytes
 
 if TYPE_CHECKING:
     from emberline.service.core import LocalCore
@@ -51,7 +51,7 @@ def drafter_bytes(engine: EngineConfig) -> int:
     if engine.speculation not in ("auto", "eagle3", "draft_model"):
         return 0
     drafters = [Path(each).expanduser() for each in (engine.draft_model, engine.draft_head) if each]
-    return sum(path.stat().st_size for each in drafters for path in model_files(each) if path.exists())
+    return sum(map(model_bytes, drafters))
 
 
 class OnDemandModels:

@@ -1,7 +1,8 @@
 """Loading weights to a device at the drive's speed: threads read pieces of files and copy them while others read.
 
 A tensor whose dtype and order match the file goes from the drive through pinned memory to the device. It is read with
-O_DIRECT, unless its bytes are in the page cache or were read ahead. Other tensors are converted on the host first, by
+O_DIRECT, unless its bytes are in the page cache or were read ahead. A losslessly compressed one is decoded into that
+memory. Other tensors are converted on the host first, by
 the same threads.
 """
 
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from emberline.weights.lossless_tensor import LosslessRows
 from emberline.weights.model_config import BadCheckpoint
 from emberline.weights.readahead import ReadAhead, resident
 from emberline.weights.tensors import Weight
@@ -34,6 +36,11 @@ class FilePiece(NamedTuple):
     target: Tensor  # uint8, contiguous
 
 
+class CodedPiece(NamedTuple):
+    rows: LosslessRows
+    target: Tensor  # uint8, contiguous
+
+
 class WeightLoader:
     """Collects which weight goes into which tensor, then reads everything once, in file order."""
 
@@ -41,6 +48,7 @@ class WeightLoader:
         self._device = torch.device(device)
         self._read_ahead = read_ahead
         self._pieces: list[FilePiece] = []
+        self._coded: list[CodedPiece] = []
         self._conversions: list[tuple[Weight, Tensor]] = []
         self._consumed: list[tuple[Weight, Callable[[Tensor], None]]] = []
         self._pool: ThreadPoolExecutor | None = None
@@ -52,8 +60,11 @@ class WeightLoader:
     def fill(self, weight: Weight, target: Tensor) -> None:
         """Schedule the weight to be read into `target`, which must not be used before `finish`."""
         as_is = _DTYPES.get(weight.kind) == target.dtype and weight.order is None and not weight.shift
-        as_is &= not weight.transposed
-        if not as_is or weight.location is None or not target.is_contiguous():
+        as_is &= not weight.transposed and target.is_contiguous()
+        if as_is and isinstance(weight.raw, LosslessRows):
+            self._fill_coded(weight.raw, target)
+            return
+        if not as_is or weight.location is None:
             self._conversions.append((weight, target))
             return
         assert target.nbytes == weight.raw.nbytes, f"{weight.name} does not fit its tensor"
@@ -62,6 +73,12 @@ class WeightLoader:
             piece = flat[start : start + PIECE_BYTES]
             mapped = weight.raw.ctypes.data + start
             self._pieces.append(FilePiece(weight.location.path, weight.location.offset + start, mapped, piece))
+
+    def _fill_coded(self, rows: LosslessRows, target: Tensor) -> None:
+        flat, start = target.view(-1).view(torch.uint8), 0
+        for part in rows.pieces(PIECE_BYTES):
+            self._coded.append(CodedPiece(part, flat[start : start + part.nbytes]))
+            start += part.nbytes
 
     def read(self, weight: Weight, consume: Callable[[Tensor], None]) -> None:
         """Schedule a BF16 weight to be read and handed to `consume` on the host, on the stream of the thread."""
@@ -77,9 +94,12 @@ class WeightLoader:
             self._read_ahead.stop()
         pieces = self._in_order()
         jobs: list[Callable[[_Reader], None]] = [lambda reader, p=piece: reader.copy(p) for piece in pieces]  # type: ignore[misc]
+        jobs += [lambda reader, p=piece: reader.decode(p) for piece in self._coded]  # type: ignore[misc]
         jobs += [lambda reader, w=weight, t=target: reader.convert(w, t) for weight, target in self._conversions]  # type: ignore[misc]
         jobs += [lambda reader, w=weight, c=consume: reader.hand_over(w, c) for weight, consume in self._consumed]  # type: ignore[misc]
-        self._n_bytes = sum(piece.target.nbytes for piece in pieces)
+        targets = [piece.target for piece in pieces] + [piece.target for piece in self._coded]
+        self._n_bytes = sum(target.nbytes for target in targets)
+        self._coded = []
         self._pieces, self._conversions, self._consumed = [], [], []
         local = threading.local()
 
@@ -144,11 +164,24 @@ class _Reader:
         self._files: dict[Path, _File] = {}
         self._turn = 0
 
-    def copy(self, piece: FilePiece) -> None:
+    def _next_buffer(self) -> Tensor:
+        """A buffer whose last content has been copied to the device."""
         self._turn ^= 1
-        buffer = self._buffers[self._turn]
         if self._copied[self._turn] is not None:
             self._copied[self._turn].synchronize()
+        return self._buffers[self._turn]
+
+    def decode(self, piece: CodedPiece) -> None:
+        n = piece.target.nbytes
+        if n > PIECE_BYTES:  # a row that is longer than a buffer
+            self._send(torch.from_numpy(piece.rows.read().reshape(-1)), piece.target, pinned=False)
+            return
+        buffer = self._next_buffer()
+        piece.rows.read(buffer[:n].numpy())
+        self._send(buffer[:n], piece.target)
+
+    def copy(self, piece: FilePiece) -> None:
+        buffer = self._next_buffer()
         skip, n = 0, piece.target.nbytes
         if self._read_ahead is None or not self._read_ahead.copy(piece.path, piece.offset, buffer[:n].numpy()):
             if piece.path not in self._files:
@@ -174,8 +207,8 @@ class _Reader:
             consume(numbers)
         self._stream.synchronize()
 
-    def _send(self, source: Tensor, target: Tensor) -> None:
-        if not self._cuda:
+    def _send(self, source: Tensor, target: Tensor, pinned: bool = True) -> None:
+        if not self._cuda or not pinned:
             target.copy_(source)
             return
         with torch.cuda.stream(self._stream):

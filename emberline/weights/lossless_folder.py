@@ -33,6 +33,7 @@ from emberline.weights.lossless_files import (
 from emberline.weights.lossless_writer import Estimate, LosslessWriter, estimate_tensor, source_bytes
 from emberline.weights.model_config import BadCheckpoint
 from emberline.weights.safetensors_file import SafetensorsFile
+from emberline.weights.task_config import read_json
 
 LEAST_GAIN = 0.05  # share of a checkpoint's bytes that compressing must save
 _SPARE_BYTES = 256 << 20  # left on the drive
@@ -56,6 +57,16 @@ class KindEstimate(NamedTuple):
     dtype: str
     source: int  # bytes
     stored: int
+
+
+def _identify(source: Path) -> tuple[str, str]:
+    """Fingerprint and digest of the configuration. Both are empty for a draft head, which is no model by itself."""
+    architectures = read_json(source, "config.json").get("architectures")
+    if isinstance(architectures, list) and any("Eagle3" in str(name) for name in architectures):
+        return "", ""
+    checkpoint = open_checkpoint(source)
+    checkpoint.close()
+    return checkpoint.fingerprint, config_digest(checkpoint.config)
 
 
 def _check_source(source: Path) -> None:
@@ -86,9 +97,7 @@ def compress_folder(source: Path, target: Path, report: Report = lambda _: None)
     _check_source(source)
     if target.exists():
         raise BadCheckpoint(f"{target} exists already: remove it, or name another folder with --output")
-    checkpoint = open_checkpoint(source)
-    fingerprint, config = checkpoint.fingerprint, config_digest(checkpoint.config)
-    checkpoint.close()
+    fingerprint, config = _identify(source)
     kinds = estimate_folder(source)
     check_gain(source, kinds)
     staging = staging_folder(target)
@@ -198,7 +207,7 @@ def _bytes_below(folder: Path) -> int:
 def _copy_others(source: Path, staging: Path) -> None:
     """Copy the configuration, tokenizer and so on."""
     for path in sorted(source.iterdir()):
-        if path.is_file() and path.suffix not in _OTHER_WEIGHTS:
+        if path.is_file() and path.suffix not in _OTHER_WEIGHTS and not path.name.startswith("."):
             shutil.copyfile(path, staging / path.name)
 
 

@@ -1,7 +1,7 @@
 """A losslessly compressed tensor of a file, and the rows of it that a reader asks for, decoded when they are read."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
@@ -75,10 +75,11 @@ class LosslessTensor:
         rows, _ = self.grid.place(number)
         return numbers.reshape(rows.stop - rows.start, -1)
 
-    def decode(self, rows: slice, columns: slice) -> Bytes:
-        """The bytes of a rectangle of numbers, [rows, columns * width]."""
+    def decode(self, rows: slice, columns: slice, into: Bytes | None = None) -> Bytes:
+        """The bytes of a rectangle of numbers, [rows, columns * width]; into: memory for them."""
         width, numbers = self.width, self.grid.covering(rows, columns)
-        out = np.empty((rows.stop - rows.start, (columns.stop - columns.start) * width), np.uint8)
+        shape = (rows.stop - rows.start, (columns.stop - columns.start) * width)
+        out = np.empty(shape, np.uint8) if into is None else into.reshape(shape)
         if numbers:
             self.will_need(numbers[0], numbers[-1])
 
@@ -138,8 +139,16 @@ class LosslessRows:
         """When decoded."""
         return len(self) * self.row_bytes
 
-    def read(self) -> Bytes:
-        return self.tensor.decode(self.rows, self.columns).reshape(self.shape)
+    def read(self, into: Bytes | None = None) -> Bytes:
+        """Decode the rows; into: contiguous memory for their bytes."""
+        return self.tensor.decode(self.rows, self.columns, into).reshape(self.shape)
+
+    def pieces(self, n_bytes: int) -> "Iterator[LosslessRows]":
+        """The rows in parts of up to `n_bytes`, divided between blocks where they begin at one."""
+        band = max(1, self.tensor.grid.block_rows // self.per_row)
+        step = max(1, n_bytes // max(1, band * self.row_bytes)) * band
+        step = step if step * self.row_bytes <= n_bytes else max(1, n_bytes // self.row_bytes)
+        return (self._part(start, min(len(self), start + step)) for start in range(0, len(self), step))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Bytes:
         return self.read()

@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from emberline.weights.lossless_files import is_compressed, read_manifest
+
 _FIRST_BIT = bytes(n & 1 for n in range(256))  # of mincore's byte for a page: it is resident
 
 
@@ -51,7 +53,9 @@ N_THREADS = 6
 class ReadAhead:
     """Threads that read files front to back, in pieces of PIECE_BYTES, until stopped or at the memory limit."""
 
-    def __init__(self, paths: Iterable[Path], limit_bytes: int) -> None:
+    def __init__(self, paths: Iterable[Path], limit_bytes: int, keep: bool = True) -> None:
+        """keep: in private memory, for `WeightLoader`; otherwise in the page cache, for files that are decoded."""
+        self._keep = keep
         self._todo = iter(_pieces(paths, limit_bytes))
         self._done: dict[tuple[Path, int], tuple[mmap.mmap, int]] = {}  # a piece's memory, and its length
         self._expected: Counter[tuple[Path, int]] = Counter()  # copies to come from each piece
@@ -127,7 +131,10 @@ class ReadAhead:
                     return
                 path, offset = piece
                 if path not in opened:
-                    opened[path] = os.open(path, os.O_RDONLY | os.O_DIRECT)
+                    opened[path] = os.open(path, os.O_RDONLY | (os.O_DIRECT if self._keep else 0))
+                if not self._keep:
+                    os.pread(opened[path], PIECE_BYTES, offset)
+                    continue
                 memory = mmap.mmap(-1, PIECE_BYTES)
                 with suppress(OSError, AttributeError):
                     memory.madvise(mmap.MADV_HUGEPAGE)
@@ -167,3 +174,10 @@ def _in_cache(mapped: mmap.mmap) -> bool:
 def model_files(model: Path) -> list[Path]:
     """The files of a model that hold weights."""
     return sorted(model.glob("*.safetensors")) if model.is_dir() else [model]
+
+
+def model_bytes(model: Path) -> int:
+    """Bytes of a model's weights, decoded if they are compressed; 0 if there is none."""
+    if is_compressed(model):
+        return sum(file.source.size for file in read_manifest(model).files)
+    return sum(path.stat().st_size for path in model_files(model) if path.exists())

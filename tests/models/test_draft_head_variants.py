@@ -14,6 +14,7 @@ from torch import Tensor
 from emberline.engine.runners.cpu.torch_runner import allocate_pool
 from emberline.kernels.collectives import ParallelGroups
 from emberline.kernels.reference import TorchBackend
+from emberline.models import eagle3_files
 from emberline.models.decoder import Decoder
 from emberline.models.draft_head import DraftHead
 from emberline.models.eagle3 import Eagle3Config, Eagle3Head
@@ -21,6 +22,7 @@ from emberline.models.eagle3_files import CONFIG as CONFIG_FILE
 from emberline.models.eagle3_files import WEIGHTS, load_head, save_head
 from emberline.models.registry import ARCHITECTURES
 from emberline.protocol.parallel_layout import Layout
+from emberline.weights.lossless_folder import compress_folder
 from emberline.weights.model_config import BadCheckpoint, LatentConfig, ModelConfig
 from standins.thread_collectives import run_ranks, thread_groups
 from tests.models.test_draft_head import error, step_of
@@ -169,3 +171,13 @@ def test_an_unknown_tensor_is_an_error(tmp_path: Path, name: str) -> None:
     change_tensors(tmp_path, lambda tensors: tensors | {name: torch.zeros(4)})
     with pytest.raises(BadCheckpoint, match=f"1 tensors that are not known: {name}"):
         load_head(tmp_path, KIMI.n_layers)
+
+
+def test_a_compressed_head_has_the_same_numbers(tmp_path: Path) -> None:
+    (folder,) = (Path(eagle3_files.__file__).parent / "draft_heads").iterdir()
+    compress_folder(folder, tmp_path / "packed")
+    plain, packed = (load_head(each, 30).state_dict() for each in (folder, tmp_path / "packed"))
+    assert plain.keys() == packed.keys()
+    assert all(torch.equal(plain[name], packed[name]) for name in plain)
+    sizes = [sum(path.stat().st_size for path in each.glob("*.safetensors")) for each in (folder, tmp_path / "packed")]
+    assert sizes[1] < 0.68 * sizes[0]

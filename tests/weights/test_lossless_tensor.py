@@ -83,6 +83,20 @@ def test_parts_are_those_of_an_array(files, name: str) -> None:
     assert np.array_equal(np.asarray(rows.reshape(-1)), array.reshape(-1))
 
 
+@pytest.mark.parametrize("n_bytes", [1, 5000, 300_000, 1 << 30])
+def test_pieces_are_all_of_the_rows_in_order(files, n_bytes: int) -> None:
+    _, file, found = files
+    for name in ("odd", "many blocks", "experts"):
+        rows = LosslessRows.of(file.coded[name], found[name][1].shape)
+        pieces = list(rows.pieces(n_bytes)) if n_bytes > 1 else list(rows[: min(len(rows), 9)].pieces(1))
+        assert all(len(piece) == 1 or piece.nbytes <= n_bytes for piece in pieces)
+        memory = [np.empty(piece.nbytes, np.uint8) for piece in pieces]
+        for piece, into in zip(pieces, memory, strict=True):
+            piece.read(into)
+        joined = np.concatenate(memory)
+        assert np.array_equal(joined, found[name][1].reshape(-1).view(np.uint8)[: len(joined)])
+
+
 def test_one_expert_is_decoded_alone(files) -> None:
     _, file, found = files
     whole = found["experts"][1]

@@ -15,7 +15,7 @@ from emberline.protocol.errors import BadInput
 from emberline.weights.checkpoint import Checkpoint, open_checkpoint
 from emberline.weights.generated import generate_checkpoint
 from emberline.weights.model_config import BadCheckpoint
-from emberline.weights.readahead import model_files
+from emberline.weights.readahead import model_bytes
 from emberline.weights.task_config import read_json, task_of
 from emberline.weights.vocabulary import vocabulary_hash
 
@@ -135,7 +135,7 @@ def check_draft_model(draft: Path, model: Path, free_bytes: int) -> None:
             f" {hashes[1]}): use a smaller model of the same family",
             param="draft_model",
         )
-    n_bytes = sum(path.stat().st_size for path in model_files(draft))
+    n_bytes = model_bytes(draft)
     if n_bytes > free_bytes:
         raise BadInput(
             f"--draft-model {draft.name} needs about {n_bytes / 2**30:.1f} GiB of memory beside {model.name}, and"
