@@ -143,7 +143,8 @@ class PredictionLoop(RequestLoop[_Waiting]):
     def step(self, now_s: float) -> list[TokenDelta]:
         limit_s = self._manifest.resources.predict_s + LATE_S
         for item in self._requests.values():
-            if item.running and now_s > item.began_s + limit_s:  # its server sends just enough to keep the thread
+            # A server that sends just enough keeps the thread beyond its own limit.
+            if item.running and not item.is_over and now_s > item.began_s + limit_s:
                 item.deadline_s = item.began_s + limit_s
             if item.deadline_s is not None and now_s > item.deadline_s:
                 self._give_up(item)

@@ -6,15 +6,19 @@ from typing import Any
 from emberline.protocol.errors import BadInput
 from emberline.protocol.grammar import MAX_CODE_POINT, Chars, Expression, Free, Text, Token
 from emberline.protocol.request import Tool
+from emberline.text.grammar.expressions import character_dfa
 from emberline.text.grammar.expressions.builder import Builder, choice, optional, repeat, sequence
+from emberline.text.grammar.expressions.character_dfa import CharacterDfa
+from emberline.text.grammar.expressions.regex import parse
 from emberline.text.grammar.json_schema.compile import schema_expression
+from emberline.text.grammar.json_schema.strings import FORMATS
 from emberline.text.tool_calls.formats import ToolCallFormat, split_tokens
 from emberline.text.tool_calls.tagged_arguments import is_text
 
 MAX_PAIRS = 64  # of a tool that declares no properties
 _NOTES = {"title", "description", "default", "examples", "$schema", "$comment"}
 _KEYWORDS = _NOTES | {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}
-_TEXT_KEYWORDS = _NOTES | {"type", "enum", "const", "minLength", "maxLength"}
+_TEXT_KEYWORDS = _NOTES | {"type", "enum", "const", "minLength", "maxLength", "pattern", "format"}
 _ANY = Chars(((0, 0xD7FF), (0xE000, MAX_CODE_POINT)))
 _NOT_A_TAG = Chars(((0, ord("<") - 1), (ord("<") + 1, 0xD7FF), (0xE000, MAX_CODE_POINT)))
 
@@ -49,7 +53,7 @@ def tagged_expression(builder: Builder, tool: Tool, format: ToolCallFormat) -> E
 def _value(builder: Builder, tool: Tool, schema: object, format: ToolCallFormat) -> Expression | None:
     """A value of this schema; None: any text."""
     if isinstance(schema, dict) and is_text(schema):
-        return _text(tool, schema, format)
+        return _text(builder, tool, schema, format)
     if not isinstance(schema, dict | bool):
         return None
     document = schema if isinstance(schema, bool) else _with_definitions(tool, schema)
@@ -59,21 +63,48 @@ def _value(builder: Builder, tool: Tool, schema: object, format: ToolCallFormat)
         raise BadInput(f"tool {tool.name}: {error.message}", param="tools") from None
 
 
-def _text(tool: Tool, schema: dict[str, Any], format: ToolCallFormat) -> Expression | None:
+def _text(builder: Builder, tool: Tool, schema: dict[str, Any], format: ToolCallFormat) -> Expression | None:
     """Plain text of this schema; None: any."""
     _check(tool, schema.keys() - _TEXT_KEYWORDS)
     values = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if isinstance(values, list):
         return choice([Text(value) for value in values if isinstance(value, str)])
     least, most = schema.get("minLength", 0), schema.get("maxLength")
-    if not least and most is None:
-        return None
     lengths = (least, least if most is None else most)
     if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in lengths) or lengths[0] > lengths[1]:
         raise BadInput(f"tool {tool.name}: minLength and maxLength allow no text", param="tools")
     assert format.tags is not None
     spelled_out = isinstance(split_tokens(format.tags.end.strip(), format.tokens)[0], str)
-    return repeat(_NOT_A_TAG if spelled_out else _ANY, least, most)
+    character = _NOT_A_TAG if spelled_out else _ANY
+    if (patterns := _patterns(schema)) and (dfa := _matching(tool, patterns, character, least, most)) is not None:
+        return character_dfa.to_expression(dfa, builder)
+    return repeat(character, least, most) if least or most is not None else None
+
+
+def _patterns(schema: dict[str, Any]) -> list[str]:
+    """Regular expressions of `pattern` and `format`; a format that is not known here is a note."""
+    pattern, name = schema.get("pattern"), schema.get("format")
+    found = [pattern] if isinstance(pattern, str) else []
+    return [*found, f"^(?:{FORMATS[name]})$"] if isinstance(name, str) and name in FORMATS else found
+
+
+def _matching(tool: Tool, patterns: list[str], character: Chars, least: int, most: int | None) -> CharacterDfa | None:
+    """The texts of these characters and lengths in which every pattern is found. Returns None if a tool that is not
+    strict has no such text, or a pattern that cannot be followed."""
+    dfa = CharacterDfa([[(low, high, 0) for low, high in character.ranges]], {0})
+    try:
+        for pattern in patterns:
+            each = character_dfa.from_expression(parse(pattern, search=True, param="tools"))
+            dfa = character_dfa.intersect(dfa, each)
+        if least or most is not None:
+            dfa = character_dfa.of_length(dfa, least, most)
+        if dfa.shortest() is None:
+            raise BadInput(f"no text of this tool call matches {patterns[0]!r} and the other constraints")
+    except BadInput as error:
+        if tool.strict:
+            raise BadInput(f"tool {tool.name}: {error.message}", param="tools") from None
+        return None
+    return dfa
 
 
 def _check(tool: Tool, unsupported: Set[str]) -> None:

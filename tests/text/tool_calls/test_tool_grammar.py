@@ -201,10 +201,42 @@ def test_tagged_values_follow_their_schemas(name: str) -> None:
 
 
 def test_a_keyword_beyond_tagged_text_is_refused_of_a_strict_tool() -> None:
-    schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": "x"}}}
+    schema = {"type": "object", "properties": {"a": {"type": "string", "contentEncoding": "base64"}}}
     assert allows("glm", grammar_of("glm", tools=(Tool("f", "", schema),)), "Hello.")
-    with pytest.raises(BadInput, match="tool f: 'pattern' is not supported with this model"):
+    with pytest.raises(BadInput, match="tool f: 'contentEncoding' is not supported with this model"):
         grammar_of("glm", tools=(Tool("f", "", schema, strict=True),))
+
+
+@pytest.mark.parametrize("name", ["glm", "glm-lines", "qwen3-coder"])
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        ({"pattern": "^[a-z]+-[0-9]{2}$"}, ["ab-12"], ["ab-1", "AB-12", "ab-12x"]),
+        ({"pattern": "b"}, ["abc", "b"], ["ac", ""]),
+        ({"format": "date"}, ["2026-11-19"], ["tomorrow", "2026-13-01"]),
+        ({"format": "uuid", "pattern": "^a"}, ["a" * 8 + "-1111" * 3 + "-" + "2" * 12], ["b" * 36, "a"]),
+        ({"pattern": "^a*$", "minLength": 2, "maxLength": 3}, ["aa", "aaa"], ["a", "aaaa", "ab"]),
+        ({"format": "of nobody"}, ["anything"], []),
+    ],
+)
+def test_tagged_texts_follow_patterns_and_formats(
+    name: str, strict: bool, schema: dict[str, Any], good: list[str], bad: list[str]
+) -> None:
+    parameters = {"type": "object", "properties": {"a": {"type": "string", **schema}}, "required": ["a"]}
+    grammar = grammar_of(name, tools=(Tool("f", "", parameters, strict=strict),), tool_choice=ToolChoice("required"))
+    for text in (*good, *bad):
+        call = written(name, ToolCall("", "f", json.dumps({"a": text})))
+        assert allows(name, grammar, call) == (text in good), text
+
+
+@pytest.mark.parametrize("pattern", ["^<$", "(?=a)", "(", "(a{1,1000}){1,1000}"])
+def test_a_pattern_that_tagged_text_cannot_follow_is_an_error_of_a_strict_tool(pattern: str) -> None:
+    parameters = {"type": "object", "properties": {"a": {"type": "string", "pattern": pattern}}, "required": ["a"]}
+    grammar = grammar_of("qwen3-coder", tools=(Tool("f", "", parameters),), tool_choice=ToolChoice("required"))
+    assert allows("qwen3-coder", grammar, written("qwen3-coder", ToolCall("", "f", '{"a": "any text"}')))
+    with pytest.raises(BadInput, match="tool f: "):
+        grammar_of("qwen3-coder", tools=(Tool("f", "", parameters, strict=True),))
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ _FIELDS: dict[str, dict[str, Schema]] = {
     "content_part.done": {**_AT, "content_index": INTEGER, "part": _PART},
     "output_text.delta": {**_AT, "content_index": INTEGER, "delta": TEXT},
     "output_text.done": {**_AT, "content_index": INTEGER, "text": TEXT},
-    # The specification says `response.reasoning.delta`; OpenAI's API and all clients know these names.
+    # The names of OpenAI's API; earlier texts of the specification say `response.reasoning.delta`, its schemas these.
     "reasoning_text.delta": {**_AT, "content_index": INTEGER, "delta": TEXT},
     "reasoning_text.done": {**_AT, "content_index": INTEGER, "text": TEXT},
     "reasoning_summary_part.added": {**_AT, "summary_index": INTEGER, "part": _PART},
