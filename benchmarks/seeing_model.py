@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from emberline.weights.hf_checkpoint import write_safetensors
+from emberline.weights.safetensors_file import write_safetensors
 
 SIDE, PATCH, SCALE = 64, 8, 2  # pixels of a picture, of a patch; patches along a row's square
 N_ROWS = (SIDE // PATCH // SCALE) ** 2

@@ -10,6 +10,7 @@ import msgspec
 
 from emberline.weights.gguf import read_gguf
 from emberline.weights.hf_checkpoint import read_folder
+from emberline.weights.mmproj import MMProj
 from emberline.weights.model_config import BadCheckpoint, ModelConfig
 from emberline.weights.tensors import CheckpointFiles, Weight
 
@@ -25,7 +26,9 @@ class Checkpoint:
 
     def __init__(self, files: CheckpointFiles, fingerprint: str | None = None) -> None:
         self.config: ModelConfig = files.config
-        self.fingerprint = fingerprint or files.fingerprint or _fingerprint(files.config, files.weights)
+        self.fingerprint = (
+            fingerprint or files.fingerprint or _fingerprint(files.config, {**files.weights, **files.tower})
+        )
         self._weights = files.weights
         self._close = files.close
 
@@ -49,7 +52,10 @@ def open_checkpoint(path: Path) -> Checkpoint:
     """Open a GGUF file, or a Hugging Face folder with config.json and safetensors; raises BadCheckpoint."""
     path = Path(path)
     try:
-        return Checkpoint(read_folder(path) if path.is_dir() else read_gguf(path))
+        if path.is_dir():
+            return Checkpoint(read_folder(path))
+        files, mmproj = read_gguf(path), MMProj.beside(path)
+        return Checkpoint(files if mmproj is None else files._replace(tower=mmproj.tensors()))
     except OSError as error:
         raise BadCheckpoint(f"{path.name}: {error.strerror or error}") from None
 

@@ -1,7 +1,7 @@
 """A Hugging Face folder as a checkpoint: config.json, and safetensors in one file or in shards."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -18,6 +18,7 @@ from emberline.weights.task_config import read_json, task_of
 from emberline.weights.tensor_names import canonical
 from emberline.weights.tensor_shapes import check_tensors
 from emberline.weights.tensors import Bytes, CheckpointFiles, Weight
+from emberline.weights.vision_names import VISION_TENSOR
 
 TensorFile = SafetensorsFile | LosslessFile
 _INDEX = "model.safetensors.index.json"
@@ -52,7 +53,19 @@ def read_folder(folder: Path) -> CheckpointFiles:
         for file in files:
             file.close()
 
-    return CheckpointFiles(config, weights, close, manifest.fingerprint if manifest and is_known else None)
+    fingerprint = manifest.fingerprint if manifest and is_known else None
+    return CheckpointFiles(config, weights, close, fingerprint, _tower(files))
+
+
+def _tower(files: Iterable[TensorFile]) -> dict[str, Weight]:
+    """Tensors of a vision tower, by the names that the files have for them."""
+    found: dict[str, Weight] = {}
+    for file in files:
+        for key, tensor in file.tensors.items():
+            if VISION_TENSOR.match(key) and tensor.dtype in KINDS:
+                raw, location = file.rows_of(key)
+                found[key] = Weight(key, tensor.shape or (1,), KINDS[tensor.dtype], cast(Bytes, raw), location=location)
+    return found
 
 
 def open_files(folder: Path) -> tuple[Sequence[TensorFile], Manifest | None]:

@@ -4,10 +4,11 @@ Every quantized format is read as `w = scale * code + offset` over small groups,
 a scale at most 18, so the product fits float32's mantissa and only the final sum rounds, as in the reference.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -358,3 +359,4 @@ class CheckpointFiles(NamedTuple):
     weights: dict[str, Weight]
     close: Callable[[], None]
     fingerprint: str | None = None  # None: as `checkpoint` finds it
+    tower: Mapping[str, Weight] = MappingProxyType({})  # of a vision tower, by their names there: for the fingerprint

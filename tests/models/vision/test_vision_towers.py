@@ -13,6 +13,7 @@ from emberline.models.vision.loading import load_tower, tower_bytes
 from emberline.models.vision.tower import VisionTower
 from emberline.weights.checkpoint import open_checkpoint
 from emberline.weights.image_settings import read_image_processor
+from emberline.weights.lossless_folder import compress_folder
 from emberline.weights.model_config import BadCheckpoint
 from emberline.weights.vision_config import read_tower_config
 from tests.models.vision.small_vision_models import MODELS, TEXT, save_vision_model
@@ -157,3 +158,20 @@ def test_wrong_tensors_are_refused_by_name(tmp_path: Path, change: Any, message:
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(BadCheckpoint, match=message):
         load(tmp_path)
+
+
+def test_compressed_folders_have_the_same_tower(tmp_path: Path) -> None:
+    save_vision_model(tmp_path / "plain", "qwen3_vl", torch.bfloat16)
+    compress_folder(tmp_path / "plain", tmp_path / "packed")
+    tiles = tiles_of("qwen3_vl")
+    assert torch.equal(load(tmp_path / "packed").encode(tiles), load(tmp_path / "plain").encode(tiles))
+    assert open_checkpoint(tmp_path / "packed").fingerprint == open_checkpoint(tmp_path / "plain").fingerprint
+
+
+def test_a_model_with_another_tower_has_another_fingerprint(tmp_path: Path) -> None:
+    save_vision_model(tmp_path, "idefics3")
+    before = open_checkpoint(tmp_path).fingerprint
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors[NORM] += 1
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert open_checkpoint(tmp_path).fingerprint != before
