@@ -203,8 +203,10 @@ class ImagesConfig(Section, frozen=True):
 
 
 class PredictorsConfig(Section, frozen=True):
-    """Models that users bring along: what their first setup may fetch."""
+    """Models that users bring along: who may push them, and what their first setup may fetch."""
 
+    remote_push: Literal["off", "admins"] = "off"  # over HTTP; who can write the data folder can push in any case
+    max_bytes: Annotated[int, Meta(ge=1 << 20)] = 64 << 30  # that all pushed models may take, when one is pushed so
     fetch_hosts: tuple[str, ...] = ()  # from which `setup` may fetch when it is pushed, e.g. huggingface.co
     allowed_networks: tuple[str, ...] = ()  # private ranges that those hosts may be in, e.g. 10.0.0.0/8
     max_fetched_bytes: Annotated[int, Meta(ge=1 << 20)] = 64 << 30  # by one push

@@ -50,7 +50,7 @@ ALLOWED = {
     "server": {
         *("accounts", "api", "balancer", "catalog", "cluster", "engine", "gateway", "images", "jobs", "net"),
         "protocol",
-        *("service", "store", "supervisor", "telemetry", "text", "upstream", "weights"),
+        *("predictor", "service", "store", "supervisor", "telemetry", "text", "upstream", "weights"),
     },
     STANDINS: {"engine", "kernels", "kv", "net", "protocol"},
 }

@@ -228,6 +228,7 @@ _ADMIN: tuple[_Row, ...] = (
     ("GET", "/api/audit", audit.entries, "List the audit log", None, audit.PAGE),
     ("GET", "/api/audit/verify", audit.verify, "Verify the audit log", None, audit.HEAD),
     ("POST", "/api/models/load", models.load, "Load a model", models.ModelName),
+    ("POST", "/api/models/push", models.push, "Push a version of a predictor", None, models.PUSH_QUERY),
     ("POST", "/api/models/unload", models.unload, "Unload a model once it is idle", models.ModelName),
     ("POST", "/api/prices", prices.set_price, "Set a model's price", prices.NewPrice),
     ("POST", "/api/prices/remove", prices.remove_price, "Take a model's price away", prices.NoPrice),

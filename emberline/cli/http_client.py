@@ -88,6 +88,13 @@ def decode_reply(status: int, raw: bytes) -> Any:
     return body
 
 
+def push(address: ServerAddress, archive: bytes, query: str) -> Any:
+    """Push the archive of a predictor's project. Returns once its packages are installed."""
+    path = f"/api/models/push?{query}"
+    with _request(address, "POST", path, archive, {"Content-Type": "application/x-tar"}, None) as response:
+        return _decode(response)
+
+
 def upload(
     address: ServerAddress, path: Path, purpose: str, moved: Callable[[int], None] = lambda n_bytes: None
 ) -> Any:

@@ -6,16 +6,23 @@ emberline push DIR --name ocr --memory 4GiB --cpus 2
 
 import argparse
 from pathlib import Path
+from urllib.parse import urlencode
+
+import msgspec
 
 from emberline.catalog.model_store import ModelStore
 from emberline.catalog.predictor_cards import publish
 from emberline.catalog.store_watch import wait_until_offered
 from emberline.cli import common
-from emberline.config import parse_size
+from emberline.cli import http_client as client
+from emberline.config import Config, parse_size
 from emberline.predictor.fetch import FetchGrant
-from emberline.predictor.versions import PredictorVersions, PushSettings
+from emberline.predictor.project import read_project
+from emberline.predictor.remote_push import pack
+from emberline.predictor.versions import PredictorVersions, PushSettings, model_name
 from emberline.protocol.errors import BadInput
 from emberline.protocol.prediction import Resources
+from emberline.server.address import ServerAddress
 from emberline.supervisor.engine_workers import granted_secrets
 from emberline.supervisor.sandbox.protections import find_protections
 
@@ -45,8 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="HOST",
         help="run setup() now, and let it fetch from HOST, such as huggingface.co or '*.example.org'",
     )
-    common.add_data_dir(parser)
-    common.add_json(parser)
+    add("--remote", action="store_true", help="push to a server over HTTP, if [predictors] remote_push allows it there")
+    common.add_client_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -56,8 +63,6 @@ def run(args: argparse.Namespace) -> int:
         raise BadInput(f"there is no folder {args.folder}")
     if args.cpus <= 0 or args.setup_timeout <= 0 or args.timeout <= 0:
         raise BadInput("--cpus, --setup-timeout and --timeout must be above 0")
-    for missing in find_protections().missing:
-        common.print_note(f"this machine lacks {missing}")
     resources = Resources(
         memory_bytes=parse_size(args.memory),
         scratch_bytes=parse_size(args.scratch),
@@ -65,6 +70,10 @@ def run(args: argparse.Namespace) -> int:
         setup_s=args.setup_timeout,
         predict_s=args.timeout,
     )
+    if args.remote:
+        return _push_remotely(args, config, resources)
+    for missing in find_protections().missing:
+        common.print_note(f"this machine lacks {missing}")
     settings = PushSettings(
         name=args.name,
         resources=resources,
@@ -85,4 +94,20 @@ def run(args: argparse.Namespace) -> int:
     else:
         inputs = " ".join(manifest.input.get("properties", {}))
         print(f"{entry.card.id} version {manifest.version} is ready to be served; its inputs: {inputs or 'none'}")
+    return 0
+
+
+def _push_remotely(args: argparse.Namespace, config: Config, resources: Resources) -> int:
+    """Send the project to a server, which decides what its setup may fetch and has no secrets for it."""
+    if args.secret or args.fetch_from:
+        raise BadInput("--secret and --fetch-from are the operator's to give: leave them out with --remote")
+    name = model_name(read_project(args.folder), args.name)
+    query = urlencode({"name": name, **msgspec.structs.asdict(resources)})
+    pushed = client.push(ServerAddress.for_client(config), pack(args.folder), query)
+    if args.json:
+        common.print_json(pushed)
+    else:
+        for note in pushed["notes"]:
+            common.print_note(note)
+        print(f"{pushed['id']} version {pushed['version']} is ready to be served")
     return 0

@@ -23,10 +23,14 @@ from emberline.protocol.prediction import Manifest, Resources
 
 OWNER = "@me"
 MANIFEST = "manifest.json"
+GPU_NOTICE = (
+    "it gets a whole GPU, which no other model shares: nothing keeps two tenants of one apart. The GPU's driver can be "
+    "reached from the sandbox: run code that you do not trust on a machine of its own"
+)
 STORE = "store"  # of what setup fetched, for all versions of a model
 MAX_PROJECT_BYTES = 4 << 30
 MAX_PROJECT_FILES = 50_000
-_LEFT_OUT = {".git", ".hg", "__pycache__", ".venv", "venv", ".cog", "node_modules"}
+LEFT_OUT = {".git", ".hg", "__pycache__", ".venv", "venv", ".cog", "node_modules"}
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 _FOLDER = re.compile(r"v([1-9]\d{0,8})")
 
@@ -64,7 +68,9 @@ class PredictorVersions:
         project = read_project(folder)
         for notice in project.notices:
             on_line(notice)
-        name = _model_name(project, settings.name)
+        if project.gpu:
+            on_line(GPU_NOTICE)
+        name = model_name(project, settings.name)
         signature = read_signature(project.source.read_bytes(), project.reference)
         slots = signature.slots or project.max_concurrency or 1
         if slots > 1 and not signature.is_async:
@@ -148,7 +154,8 @@ class PredictorVersions:
         environments.remove_unused(self._environments, used)
 
 
-def _model_name(project: Project, given: str) -> str:
+def model_name(project: Project, given: str) -> str:
+    """The name after @me/: the given one, else of the project's image, else of its folder. Raises BadInput."""
     name = given or project.image.rpartition("/")[2].partition(":")[0] or project.folder.resolve().name
     name = name.lower().removeprefix(f"{OWNER}/").replace(" ", "-")
     if not _NAME.fullmatch(name):
@@ -185,7 +192,7 @@ def _copy(source: Path, target: Path, max_bytes: int) -> str:
 
 def _files(root: Path) -> Iterator[tuple[Path, Path]]:
     for folder, folders, names in os.walk(root):
-        folders[:] = sorted(each for each in folders if each not in _LEFT_OUT)
+        folders[:] = sorted(each for each in folders if each not in LEFT_OUT)
         for name in sorted(names):
             path = Path(folder, name)
             if path.is_file():

@@ -13,6 +13,7 @@ MAX_INPUT_BYTES = 32 << 20
 MAX_OUTPUT_BYTES = 48 << 20
 MAX_LOG_CHARS = 64 << 10  # of one prediction, in its result
 
+
 FILE_SCHEMES = ("data:", "https:", "http:")  # of a file input; the core fetches what is not in its URL
 
 Schema = dict[str, Any]  # a JSON Schema
@@ -41,6 +42,27 @@ class Resources(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     n_processes: int = 256
     setup_s: float = 300.0  # for `setup` to end
     predict_s: float = 600.0  # for a prediction to end
+
+
+def read_resources(given: dict[str, str]) -> Resources:
+    """Bounds from the query of a request; what it leaves out has its default. Raises BadInput."""
+    fields = {name: given[name] for name in msgspec.structs.asdict(Resources()) if name in given}
+    try:
+        found = msgspec.convert(fields, Resources, strict=False)
+    except msgspec.ValidationError as error:
+        raise BadInput(f"the query is not valid: {error}") from None
+    if min(msgspec.structs.astuple(found)) <= 0:
+        raise BadInput("memory_bytes, scratch_bytes, cpus, n_processes, setup_s and predict_s are above 0")
+    return found
+
+
+class Pushed(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to a push over HTTP."""
+
+    id: str
+    version: int
+    digest: str
+    notes: tuple[str, ...] = ()  # about the project, for the person who pushes it
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -41,6 +41,7 @@ from emberline.jobs.queue.queue import open_queue
 from emberline.jobs.webhooks.service import WebhookService, WebhookSettings
 from emberline.net.egress_policy import EgressPolicy
 from emberline.net.http_server import serve
+from emberline.predictor.remote_push import RemotePushes
 from emberline.protocol.credential import client_context
 from emberline.server.model_memory import machine_memory
 from emberline.service import Served, Service, open_http_worker
@@ -166,7 +167,7 @@ async def serve_http(
     closing = asyncio.create_task(_close_streams(stop, webhooks, batches))
     try:
         large_requests = None if large_socket is None else LargeRequestRelay(large_socket)
-        pulls = ModelPulls(ModelStore(config.home), machine_memory)
+        pulls = ModelPulls(ModelStore(config.home), machine_memory, RemotePushes(config.home, config.predictors))
         app = App(service, settings, webhooks, batches, large_requests, accounts, gateways, pulls)
         await serve(app, listener, drain_s=config.server.drain_timeout_s, stop=stop)
     finally:

@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
+from typing import Protocol
 
 from emberline.catalog import offers
 from emberline.catalog.download import DownloadProgress
@@ -11,17 +12,40 @@ from emberline.catalog.model_store import ModelStore
 from emberline.catalog.offers import ModelMemory, Offer
 from emberline.catalog.pull import pull
 from emberline.catalog.store_watch import wait_until_offered
-from emberline.protocol.errors import ModelNotFound
+from emberline.protocol.errors import Forbidden, ModelNotFound
+from emberline.protocol.prediction import Pushed, Resources
 
 Update = str | DownloadProgress  # a sentence for the person who waits, or how far the download is
+
+
+class Pushes(Protocol):
+    """Adds models that come over HTTP. `RemotePushes`."""
+
+    def check(self) -> None: ...
+
+    def push(self, archive: bytes, name: str, resources: Resources) -> Pushed:
+        """Blocks for as long as packages take to install."""
 
 
 class ModelPulls:
     """The models that can be added to this machine. `memory` measures what there is for them, and may take a second."""
 
-    def __init__(self, store: ModelStore, memory: Callable[[], ModelMemory]) -> None:
+    def __init__(self, store: ModelStore, memory: Callable[[], ModelMemory], pushes: Pushes | None = None) -> None:
         self._store = store
         self._memory = memory
+        self._pushes = pushes  # None: this server takes no models over HTTP
+
+    def check_push(self) -> None:
+        """Raise Forbidden unless models may be pushed over HTTP."""
+        if self._pushes is None:
+            raise Forbidden("this server takes no models over HTTP")
+        self._pushes.check()
+
+    async def push(self, archive: bytes, name: str, resources: Resources) -> Pushed:
+        """Add a version of a predictor from an archive of its project. A caller may go away meanwhile."""
+        self.check_push()
+        assert self._pushes is not None
+        return await asyncio.shield(asyncio.to_thread(self._pushes.push, archive, name, resources))
 
     async def offers(self) -> list[Offer]:
         """Every model of the catalog, the smallest first, with whether it fits this machine and is here."""

@@ -4,10 +4,19 @@ from typing import Literal
 
 import msgspec
 
-from emberline.api.http.body import read_json
+from emberline.api.http.body import read_body, read_json
 from emberline.api.http.exchange import HttpExchange, Reply, json_reply, while_connected
 from emberline.catalog.aliases import ModelName as AliasName
 from emberline.catalog.aliases import Targets
+from emberline.protocol.errors import Forbidden
+from emberline.protocol.prediction import read_resources
+
+_BYTES = {"type": "integer", "minimum": 1}
+_SECONDS = {"type": "number"}
+PUSH_QUERY = {
+    "name": {"type": "string"},
+    **{"memory_bytes": _BYTES, "scratch_bytes": _BYTES, "cpus": _SECONDS, "setup_s": _SECONDS, "predict_s": _SECONDS},
+}
 
 
 class NewAlias(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -47,6 +56,20 @@ async def available(call: HttpExchange) -> Reply:
     The list is empty for a caller who may add none."""
     found = await call.pulls.offers() if call.has_pulls and call.principal.is_admin else []
     return json_reply({"object": "list", "data": [offer.body() for offer in found]})
+
+
+async def push(call: HttpExchange) -> Reply:
+    """Add a version of a predictor: the body is a tar archive of its project, the query its name and bounds.
+
+    Answered when its packages are installed."""
+    if not call.has_pulls:
+        raise Forbidden("this server takes no models over HTTP")
+    call.pulls.check_push()
+    name = call.query.get("name", "")
+    call.audit_target = name[:256]
+    resources = read_resources(call.query)
+    pushed = await call.pulls.push(await read_body(call, any_type=True), name, resources)
+    return json_reply(msgspec.structs.asdict(pushed))
 
 
 async def load(call: HttpExchange) -> Reply:
