@@ -150,7 +150,7 @@ class HostTier:
     @property
     def _is_short(self) -> bool:
         unused = sum(len(segment.buffer) for segment in self._segments)
-        return any(unused + len(known.free) * size < self._ahead_bytes for size, known in self._classes.items())
+        return any(unused + len(known.free) * size < self._ahead_bytes for size, known in self._classes.items() if size)
 
     def grow(self) -> bool:
         """Allocate one more segment. Returns False if there is no more to allocate."""
@@ -479,5 +479,5 @@ def copy(target: memoryview, source: memoryview) -> None:
 
 
 def padded(n_bytes: int) -> int:
-    """Up to a whole number of pages: direct I/O needs aligned memory."""
-    return -(-n_bytes // PAGE_BYTES) * PAGE_BYTES
+    """Up to a whole number of pages, at least one: direct I/O needs aligned memory."""
+    return max(1, -(-n_bytes // PAGE_BYTES)) * PAGE_BYTES

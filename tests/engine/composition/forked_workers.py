@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 WAIT_S = 60.0
-RANKS = {"--tp": 1, "--pp": 1}
 
 
 class Forks:
@@ -33,14 +32,13 @@ class Forks:
     def start(self, folder: Path, name: str, flags: Sequence[str], env: dict[str, str]) -> "Group":
         """Start the ranks that the flags ask for, and wait until rank 0 is ready or has failed."""
         n_ranks = _value(flags, "--tp") * _value(flags, "--pp")
-        shared = [*flags, *(("--rendezvous", f"unix:{folder / name}.ranks") if n_ranks > 1 else ())]
-        socket_path = flags[list(flags).index("--socket") + 1] if "--socket" in flags else str(folder / name)
+        shared = [*flags, *(() if "--socket" in flags else ("--socket", str(folder / name)))]
+        if n_ranks > 1:
+            shared += ["--rendezvous", f"unix:{folder / name}.ranks"]
         pids = []
         for rank in range(n_ranks):
-            own = [*shared, "--rank", str(rank)] if rank else shared
-            argv = [*own, *(() if "--socket" in flags else ("--socket", socket_path))]
-            out = str(folder / f"{name}.{rank}")
-            pids.append(self._ask({"argv": argv, "out": out, "env": env}))
+            argv = [*shared, "--rank", str(rank)] if rank else shared
+            pids.append(self._ask({"argv": argv, "out": str(folder / f"{name}.{rank}"), "env": env}))
         return Group(self, folder / name, pids)
 
     def kill(self, pids: Sequence[int]) -> None:
@@ -52,6 +50,7 @@ class Forks:
         return int(json.loads(self._answers.readline()))
 
     def close(self) -> None:
+        self._answers.close()
         self._ours.close()
         self._process.wait(WAIT_S)
 
