@@ -178,7 +178,8 @@ def _responses_streamed(events: Iterable[Json]) -> Got:
 
 
 def _anthropic_body(ask: Ask) -> Json:
-    body = _some(temperature=ask.temperature) | {"messages": _messages(ask)}
+    most = None if ask.temperature is None else min(ask.temperature, 1.0)  # as the API has it
+    body = _some(temperature=most) | {"messages": _messages(ask)}
     body |= {"model": ask.model, "max_tokens": ask.max_tokens}
     if ask.tools:
         rows = [{"name": tool["name"], "description": tool["description"]} for tool in ask.tools]
