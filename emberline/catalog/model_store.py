@@ -5,6 +5,7 @@ for a model.
 """
 
 import fcntl
+import glob
 import os
 import re
 import shutil
@@ -91,10 +92,11 @@ class ModelStore:
         raise ModelNotFound(f"there is no model {name!r} here; `emberline ls` shows what there is")
 
     def remove(self, name: str) -> ModelCard:
-        """Remove a pulled model and what was downloaded for it; a linked file stays where it is."""
+        """Remove a pulled model and what was downloaded for it. A linked file stays, without its packed weights."""
         entry = self._named(name, self._all())
         if entry is None:
             raise ModelNotFound(f"model {name!r} is not pulled; `emberline ls` shows what is")
+        _remove_packed(entry.path)
         with self.lock():
             # Renamed first, so that no reader finds a partial model.
             staging = self.staging(entry.card.id)
@@ -195,3 +197,10 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _remove_packed(path: Path) -> None:
+    """Remove what `kernels.cpu.packed_file` keeps beside a model."""
+    folder, name = (path, "model") if path.is_dir() else (path.parent, path.name)
+    for packed in folder.glob(f".{glob.escape(name)}.*.packed"):
+        packed.unlink(missing_ok=True)

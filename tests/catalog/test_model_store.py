@@ -6,11 +6,13 @@ import time
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 
 from emberline.catalog.model_card import PathSource, describe_path
 from emberline.catalog.model_store import CARD, ModelStore
 from emberline.catalog.pull import pull
+from emberline.kernels.cpu.packed_file import MIN_BYTES, PackedArray, PackedFile
 from emberline.protocol.errors import BadInput, ModelNotFound
 from tests.catalog.tiny_models import folder_files, gguf_bytes
 
@@ -110,8 +112,15 @@ def test_pulling_an_unknown_name_lists_the_known(store: ModelStore) -> None:
 
 def test_removing_a_linked_model_keeps_the_file(store: ModelStore, model: Path) -> None:
     card = pull(str(model), store).card
+    packed = PackedFile.beside(model, card.fingerprint, model)
+    packed.add("matrix", PackedArray(np.zeros(MIN_BYTES, np.uint8), 4))
+    writing = packed.save()
+    assert writing is not None
+    writing.join()
+    assert list(model.parent.glob(".*.packed"))
     assert store.remove(card.id) == card
     assert model.exists()
+    assert not list(model.parent.glob(".*.packed"))
     assert store.entries() == []
     with pytest.raises(ModelNotFound):
         store.remove(card.id)
