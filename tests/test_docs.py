@@ -88,6 +88,13 @@ def test_flags_are_accepted(page: Path, capsys: pytest.CaptureFixture[str]) -> N
             assert unknown <= flags_of([command, *action.split()], capsys), f"emberline {command}{action}{rest}"
 
 
+def test_the_site_has_every_page() -> None:
+    """In its navigation, and no page that is not there but those that scripts/site_pages writes."""
+    named = set(re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    pages = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")} - {"index.md"}
+    assert {name for name in named if not name.startswith("reference/")} == pages
+
+
 def test_the_agents_page_has_the_settings_that_launch_gives() -> None:
     page = (ROOT / "docs" / "guides" / "agents.md").read_text()
     to = Endpoint(url="http://127.0.0.1:8686", model="qwen3:8b", context_window=40_960)
