@@ -34,6 +34,19 @@ def test_agent_runs_tools_over_several_turns(workspace: AgentWorkspace) -> None:
     assert FINAL_ANSWER.say in printed
 
 
+def test_launch_gives_it_its_settings(workspace: AgentWorkspace) -> None:
+    """`emberline launch opencode -- run …`, as a person types it, with the real program."""
+    prepare(workspace)
+    config = workspace.folder / "opencode.json"
+    config.write_text(json.dumps(_QUIET))
+    bash = [tool_call("bash", trigger=trigger, command=command) for trigger, command in STEPS]
+    title = text_reply("Following notes", trigger="You are a title generator")
+    with workspace.serving(reply_script(*bash, FINAL_ANSWER, title)):
+        printed = workspace.launch("opencode", "run", PROMPT, OPENCODE_CONFIG=str(config), **_NO_NETWORK)
+        check(workspace)
+    assert FINAL_ANSWER.say in printed
+
+
 def test_agent_continues_a_conversation(workspace: AgentWorkspace) -> None:
     with workspace.serving(CONVERSATION):
         opencode(workspace, "Say a word.")

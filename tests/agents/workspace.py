@@ -4,6 +4,7 @@ import json
 import os
 import sqlite3
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -21,6 +22,11 @@ _CLOSED_PORT = "http://127.0.0.1:9"
 _PROXIES = dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy"), _CLOSED_PORT)
 _LOCAL = {"NO_PROXY": "127.0.0.1,localhost", "no_proxy": "127.0.0.1,localhost"}
 _KEPT = ("PATH", "LANG", "TMPDIR", "USER")
+
+
+def json_lines(printed: str) -> list[dict[str, Any]]:
+    """The objects in the output of a program that prints one per line."""
+    return [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +79,20 @@ class AgentWorkspace:
 
     def run(self, program: str | Path, *arguments: str, **environment: str) -> str:
         """Run an agent successfully; returns its output."""
+        return self._run([self.installed / "node_modules" / ".bin" / program, *arguments], environment)  # or its path
+
+    def launch(self, agent: str, *arguments: str, **environment: str) -> str:
+        """Run an agent by `emberline launch`, which gives it its settings; returns its output."""
+        installed = self.installed / "node_modules" / ".bin"
+        options = ("--url", self.url, "--model", self.model, "--", *arguments)
+        path = {"PATH": f"{installed}{os.pathsep}{os.environ['PATH']}"}
+        return self._run(
+            [sys.executable, "-m", "emberline.cli.main", "launch", agent, *options], {**environment, **path}
+        )
+
+    def _run(self, command: list[str | Path], environment: dict[str, str]) -> str:
         done = subprocess.run(
-            [self.installed / "node_modules" / ".bin" / program, *arguments],  # `/` keeps an absolute path
+            command,
             cwd=self.project,
             env={**self.environment, **environment},
             stdin=subprocess.DEVNULL,
@@ -83,13 +101,12 @@ class AgentWorkspace:
             timeout=self.limit_s,
             check=False,
         )
-        assert done.returncode == 0, f"{program} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
+        assert done.returncode == 0, f"{command[0]} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
         return done.stdout
 
     def events(self, program: str, *arguments: str, **environment: str) -> list[dict[str, Any]]:
         """As `run`, for an agent that prints JSON lines."""
-        lines = self.run(program, *arguments, **environment).splitlines()
-        return [json.loads(line) for line in lines if line.startswith("{")]
+        return json_lines(self.run(program, *arguments, **environment))
 
     def requests(self) -> list[AgentRequest]:
         """The agent's requests so far, from the server's usage ledger."""

@@ -15,6 +15,13 @@ RULES = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "best-practice"]
 REPLY = "# A tower\n\n| a | b |\n|---|---|\n| 1 | 2 |\n\n```python\nprint(1)\n```\n"
 
 
+OFFER = {"name": "tiny:1b", "id": "@hf/acme/tiny", "aliases": [], "bytes": 2 << 30, "fits": True, "here": False} | {
+    "quantization": "Q4_K_M",
+    "license": "mit",
+    "capabilities": ["tools"],
+}
+
+
 def axe() -> str:
     """Text of axe's script, from the package that `make pages` installs."""
     if (spec := find_spec("axe_playwright_python")) is None or not spec.submodule_search_locations:
@@ -33,6 +40,7 @@ def test_axe_finds_nothing(stage: Stage, width: int, theme: Literal["light", "da
     with stage.site(writes(REPLY), failures=True) as here:
         script = axe()
         page = here.open(width, 800, theme)
+        page.route("**/api/models/available", lambda route: route.fulfill(json={"data": [OFFER]}))
         page.evaluate(script)
         found = {"welcome": faults(page)}
         ask(page, "What is a lighthouse?")

@@ -162,6 +162,24 @@ def test_a_reply_of_200_kb(stage: Stage, pieces: list[str]) -> None:
 
 
 @pytest.mark.slow
+def test_no_task_of_a_long_reply_takes_50_ms(stage: Stage) -> None:
+    """CPU time of each task of the page's main thread while 10,000 tokens arrive: a busy machine does not count."""
+    words = [f"word{n} " if n % 12 else f"word{n}.\n\n" for n in range(10_000)]
+    with stage.site(writes(*words)) as here:
+        page = here.open()
+        browser = page.context.browser
+        assert browser is not None
+        browser.start_tracing(page=page, categories=["toplevel"])
+        ask(page, "Go")
+        page.wait_for_selector(".message.assistant .metrics", timeout=120_000)
+        events = json.loads(browser.stop_tracing())["traceEvents"]
+        main = {(row["pid"], row["tid"]) for row in events if row.get("args", {}).get("name") == "CrRendererMain"}
+        tasks = [row for row in events if (row["pid"], row["tid"]) in main and row["name"].endswith("RunTask")]
+        assert len(tasks) > 100
+        assert max(row.get("tdur", 0) for row in tasks) < 50_000
+
+
+@pytest.mark.slow
 def test_a_model_that_never_stops(stage: Stage) -> None:
     with stage.site(endless) as here:
         page = here.open()
