@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import pytest
 import torch
@@ -15,16 +14,11 @@ from emberline.weights.mmproj import best_mmproj
 from emberline.weights.model_config import BadCheckpoint
 from emberline.weights.vision_config import TowerConfig, read_tower_config
 from emberline.weights.vision_tensors import read_vision_tensors
+from tests.models.vision.mmproj_files import KINDS, write_mmproj
 from tests.models.vision.small_vision_models import MODELS, save_vision_model
 from tests.weights.tiny_gguf import tiny_gguf
 
 HIDDEN = 64  # of tiny_gguf
-KINDS = {  # projector and architecture of llama.cpp, and the image token
-    "smolvlm": ("idefics3", "llama", "<image>"),
-    "gemma3": ("gemma3", "gemma3", "<image_soft_token>"),
-    "mistral3": ("pixtral", "llama", "[IMG]"),
-    "qwen3_vl": ("qwen3vl_merger", "qwen3vl", "<|image_pad|>"),
-}
 
 
 def save_folder(folder: Path, family: str) -> TowerConfig:
@@ -36,60 +30,6 @@ def save_folder(folder: Path, family: str) -> TowerConfig:
     config = read_tower_config(folder)
     assert config is not None
     return config
-
-
-def converted(config: TowerConfig, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """What llama.cpp's converter makes of the tensors."""
-    found = dict(tensors)
-    if config.processor.family == "siglip":
-        found["mm.soft_emb_norm.weight"] = tensors["mm.soft_emb_norm.weight"] + np.float32(1)
-        for name in [name for name in tensors if ".ffn_up." in name]:  # as older converters did
-            other = name.replace("_up.", "_down.")
-            found[name], found[other] = tensors[other], tensors[name]
-    if config.processor.family == "pixtral":
-        for name in [name for name in tensors if name.endswith(("attn_q.weight", "attn_k.weight"))]:
-            heads = tensors[name].reshape(config.n_heads, 2, config.head_dim // 2, config.width)
-            found[name] = heads.swapaxes(1, 2).reshape(config.width, config.width)
-        found["v.token_embd.img_break"] = np.zeros(HIDDEN, np.float32)
-    if config.processor.family == "qwen3_vl":
-        frames = found.pop("v.patch_embd.weight")
-        found |= {"v.patch_embd.weight": frames[:, :, 0], "v.patch_embd.weight.1": frames[:, :, 1]}
-        for n in reversed(range(len(config.deepstack))):
-            for name in [name for name in found if name.startswith(f"v.deepstack.{n}.")]:
-                found[name.replace(f".{n}.", f".{config.deepstack[n]}.", 1)] = found.pop(name)
-    return found
-
-
-def write_mmproj(path: Path, kind: str, config: TowerConfig, tensors: dict[str, np.ndarray]) -> None:
-    writer, processor = gguf.GGUFWriter(path, "clip"), config.processor
-    writer.add_string("clip.projector_type", kind)
-    writer.add_bool("clip.use_silu" if config.activation == "silu" else "clip.use_gelu", True)
-    prefix = "clip.vision."
-    for key, number in {
-        "image_size": processor.tile or processor.longest_edge or 96,
-        "patch_size": processor.patch,
-        "embedding_length": config.width,
-        "feed_forward_length": config.mlp_size,
-        "block_count": config.n_layers,
-        "attention.head_count": config.n_heads,
-        "projection_dim": config.hidden,
-        "spatial_merge_size": processor.merge,
-        "projector.scale_factor": processor.merge,
-        "preproc_image_size": processor.longest_edge or 96,
-    }.items():
-        writer.add_uint32(prefix + key, number)
-    writer.add_float32(f"{prefix}attention.layer_norm_epsilon", config.norm_eps)
-    writer.add_array(f"{prefix}image_mean", list(processor.mean))
-    writer.add_array(f"{prefix}image_std", list(processor.std))
-    if config.deepstack:
-        flags = [layer in config.deepstack for layer in range(config.n_layers)]
-        writer.add_array(f"{prefix}is_deepstack_layers", flags)
-    for name, array in converted(config, tensors).items():
-        writer.add_tensor(name, np.ascontiguousarray(array))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 @pytest.mark.parametrize("family", KINDS)
