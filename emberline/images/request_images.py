@@ -5,10 +5,12 @@ A decoded image is kept for the next turn of its conversation, which sends all i
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from hashlib import blake2b
 from typing import Any, NamedTuple, TypeVar
+from weakref import WeakValueDictionary
 
 import msgspec
 
@@ -23,6 +25,7 @@ from emberline.protocol.sizes import format_limit
 CACHE_BYTES = 256 << 20  # of decoded images
 OFF_LOOP_CHARS = 128 << 10  # of a data: URL; longer ones are decoded and hashed in a thread
 MAX_READING = 16  # images at once that are fetched or read from the store, of all requests
+MAX_READING_OF_ACCOUNT = 8  # of them: slow addresses that one account names leave the others room
 
 T = TypeVar("T")
 
@@ -83,6 +86,7 @@ class RequestImages:
         self._max_cached = cache_bytes
         self._decoding: dict[_Key, asyncio.Task[DecodedImage]] = {}
         self._reading = asyncio.Semaphore(MAX_READING)
+        self._reading_of: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()  # by account, while used
 
     def close(self) -> None:
         """End the processes and threads."""
@@ -138,9 +142,16 @@ class RequestImages:
             raise TooLarge(message, param=places[most][0].field)
         return places
 
+    @asynccontextmanager
+    async def _turn(self, account: str) -> AsyncIterator[None]:
+        """Wait until one more image of the account may be read."""
+        own = self._reading_of.setdefault(account, asyncio.Semaphore(MAX_READING_OF_ACCOUNT))
+        async with own, self._reading:
+            yield
+
     async def _url(self, place: Place, part: ContentPart, account: str, budget: "_Budget") -> str:
         try:
-            async with self._reading:
+            async with self._turn(account):
                 data = await self.sources.read(part.value, account)
                 budget.take_bytes(len(data))
             return await self._off_loop(len(data), lambda: data_url(data))
@@ -159,7 +170,7 @@ class RequestImages:
         url, sources = part.value, self.sources
         try:
             if sources.needs_io(url):
-                async with self._reading:
+                async with self._turn(principal.account):
                     data = await sources.read(url, principal.account)
                     return await self._decoded(data, part.detail, principal, processor, budget)
             data = await self._off_loop(len(url), lambda: sources.decode(url))
