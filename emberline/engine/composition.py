@@ -71,7 +71,6 @@ REFUSALS = (
     *(Refusal(("joined_roles", name), _NO_CERTIFICATE, "give it --role both") for name in ("tp", "pp")),
     *(Refusal(("export", name), _EXPORTED, "export from a worker with one rank") for name in ("tp", "pp")),
     Refusal(("draft_model", "eagle3"), "one of them drafts for a sequence, alone", "give one of them"),
-    *(Refusal(("images", name), "followers have no vision tower", "use one rank") for name in ("tp", "pp")),
     Refusal(
         ("prompt_logprobs", "pp"),
         "the last stage has the logits, and reports nothing but draws",

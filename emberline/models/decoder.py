@@ -291,7 +291,7 @@ class Decoder:
 
     def _run_layers(self, step: StepInputs, kv: list[Tensor], hidden: Tensor | None = None) -> Tensor:
         images = step.images
-        if images is not None and images.rows.shape[1] > self.config.hidden_size:
+        if images is not None and images.rows.shape[1] > self.config.hidden_size and self._is_first:
             return self._run_segments(step, kv, (), lambda n, residual: None)
         context = self._backend.begin_step(step, kv, self.kv_groups, self._ropes)
         x = self._begin(step) if hidden is None else hidden
@@ -302,6 +302,8 @@ class Decoder:
         first = sum(self._vocabulary[: self.shard.position.tp_rank])
         x = self._backend.embed(self._embedding, step.token_ids, self.config.embedding_scale, first)
         if (images := step.images) is not None:
+            if self._backend.groups.tp.size > 1:
+                self._backend.groups.tp.all_reduce(images.rows)  # zeros on all ranks but that of the tower
             x[images.tokens] = images.rows[:, : x.shape[1]].to(x.dtype)
         return x
 

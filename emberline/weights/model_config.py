@@ -71,9 +71,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     # and yarn scaling all reduce to such divisors.
     rope_divisors: tuple[float, ...] | None = None
     rope_scale: float = 1.0  # multiplies cos and sin (yarn's attention factor)
-    mrope_sections: tuple[
-        int, ...
-    ] = ()  # frequencies of time, height and width, interleaved (M-RoPE); (): one position
+    mrope_sections: tuple[int, ...] = ()  # frequencies of time, height and width under interleaved M-RoPE; (): none
     rope_interleaved: bool = False  # the checkpoint pairs dimensions 2i and 2i + 1; its rows are reordered when read
     nope_layers: tuple[int, ...] = ()  # layers without RoPE
     windows: tuple[int | None, ...] = ()  # sliding window per layer; () means full attention in every layer

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from emberline.protocol.errors import BadInput
-from emberline.protocol.images import ImageProcessor, PromptImage, n_pixel_bytes
+from emberline.protocol.images import ImageProcessor, PromptImage
 from emberline.protocol.request import EngineRequest
 
 
@@ -37,7 +37,7 @@ class ImagePlaces:
     """The prompt's image tokens: their positions, and the tiles of which each is a row."""
 
     def __init__(self, request: EngineRequest, processor: ImageProcessor) -> None:
-        """Raises BadInput if the prompt's image tokens, the tiles and the pixels do not belong together."""
+        """Raises BadInput if the prompt's image tokens and the tiles do not belong together."""
         ids = np.frombuffer(request.prompt_ids, "<u4")
         found, last = list[NDArray[np.int64]](), 0
         self._images, self._n_prompt = request.images, len(ids)
@@ -52,10 +52,6 @@ class ImagePlaces:
             if len(places) != sum(n_rows) or not all(n_rows):
                 message = f"image {number} makes {sum(n_rows)} rows, and the prompt has {len(places)} tokens for them"
                 raise BadInput(message, param="images")
-            if len(image.pixels) != n_pixel_bytes(image.tiles):
-                raise BadInput(
-                    f"image {number} has {len(image.pixels)} bytes of pixels, which is wrong", param="images"
-                )
             found.append(places)
             self._tiles += [(image, tile) for tile in range(len(n_rows))]
             counts += n_rows

@@ -8,9 +8,9 @@ from emberline.engine.core.plan import StepPlan
 from emberline.engine.core.sequence import Flag, Sequence
 from emberline.engine.images.places import ImagePlaces, TileRows
 from emberline.protocol.block_hash import BLOCK_TOKENS
-from emberline.protocol.errors import Unsupported
+from emberline.protocol.errors import BadInput, Unsupported
 from emberline.protocol.frames import EngineLoad
-from emberline.protocol.images import ImageProcessor
+from emberline.protocol.images import ImageProcessor, n_pixel_bytes
 from emberline.protocol.request import EngineRequest
 
 # Pixels that a step beside decoding sequences encodes, but for a tile that is larger by itself.
@@ -70,6 +70,9 @@ class PromptImages(Feature):
             return
         if self._processor is None or self._rows is None:
             raise Unsupported("this engine takes no images", param="images")
+        for number, image in enumerate(request.images, 1):
+            if (n_bytes := len(image.pixels)) != n_pixel_bytes(image.tiles):
+                raise BadInput(f"image {number} has {n_bytes} bytes of pixels, which is wrong", param="images")
         self._checked = request.id, ImagePlaces(request, self._processor)
 
     def enter(self, seq: Sequence, now_s: float) -> None:

@@ -30,6 +30,34 @@ class Tower(Protocol):
         ...
 
 
+class RowSource(Protocol):
+    """Where a runner gets the rows of tiles from."""
+
+    def take(self, wanted: Sequence[TileRows]) -> Tensor:
+        """The rows of several tiles in order, [rows, width]."""
+        ...
+
+    def measured_bytes(self) -> int:
+        """Bytes of a GPU that it needs beside the weights."""
+        ...
+
+
+class AbsentRows:
+    """The rows on a rank without a tower: zeros, to which the model adds those of rank 0."""
+
+    def __init__(self, width: int, dtype: torch.dtype, device: str) -> None:
+        self._width, self._dtype, self._device = width, dtype, device
+
+    def take(self, wanted: Sequence[TileRows]) -> Tensor:
+        """As many zeros as there are rows."""
+        n_rows = sum(rows.end - rows.first for rows in wanted)
+        return torch.zeros(n_rows, self._width, dtype=self._dtype, device=self._device)
+
+    def measured_bytes(self) -> int:
+        """Nothing worth counting."""
+        return 0
+
+
 class RowCache:
     """The tower of a rank and the rows that it made, the least recently used ones evicted first."""
 

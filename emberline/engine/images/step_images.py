@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from emberline.engine.images.places import ImagePlaces, TileRows
-from emberline.engine.images.row_cache import RowCache
+from emberline.engine.images.row_cache import RowSource
 from emberline.models.decoder import ImageInputs, StepInputs
 from emberline.protocol.images import ImageProcessor
 from emberline.protocol.request import EngineRequest
@@ -41,7 +41,7 @@ class ImageRows:
     """What a runner needs for prompts with images."""
 
     def __init__(
-        self, cache: RowCache, processor: ImageProcessor, whole_images: bool = False, mrope: bool = False
+        self, cache: RowSource, processor: ImageProcessor, whole_images: bool = False, mrope: bool = False
     ) -> None:
         """whole_images: image tokens see all tokens of their image. mrope: tokens have three positions."""
         self.cache, self._processor = cache, processor

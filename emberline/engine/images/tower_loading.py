@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from emberline.engine import composition
 from emberline.engine.images.prompt_images import CPU_STEP_PIXELS, GPU_STEP_PIXELS, PromptImages
-from emberline.engine.images.row_cache import RowCache
+from emberline.engine.images.row_cache import AbsentRows, RowCache
 from emberline.engine.images.step_images import ImageRows
 from emberline.models.vision.loading import load_tower
 from emberline.protocol.images import ImageProcessor
 from emberline.weights.model_config import BadCheckpoint
+from emberline.weights.vision_config import TowerConfig
 
 CPU_ROW_BYTES, GPU_ROW_BYTES = 256 << 20, 1 << 30  # of the cache
 WHOLE_IMAGES = frozenset({"siglip"})  # families whose image tokens see all tokens of their image
@@ -30,14 +30,21 @@ class Images:
     feature: PromptImages  # of the scheduler
 
 
-def open_images(processor: ImageProcessor, args: argparse.Namespace, model: Any, device: str) -> Images | None:
-    """Load the tower of a checkpoint. Returns None, and says why in the log, if the engine takes no images."""
-    why = _refusal(args, model, processor)
+def open_images(config: TowerConfig, args: argparse.Namespace, model: Any, device: str) -> Images | None:
+    """Load the tower of a checkpoint on rank 0. Returns None, and says why in the log, if the engine takes no images.
+
+    Other ranks of the first stage get the rows from rank 0 during a step, by a sum with their zeros."""
+    processor = config.processor
+    why = _refusal(args, model, config)
     if why is not None:
         _log.warning("images are refused: %s", why)
         return None
     on_gpu = device.startswith("cuda")
     dtype = torch.bfloat16 if on_gpu else torch.float32
+    whole, mrope = processor.family in WHOLE_IMAGES, bool(model.config.mrope_sections)
+    if args.rank:
+        absent = AbsentRows(config.hidden * (1 + len(config.deepstack)), dtype, device)
+        return Images(processor, ImageRows(absent, processor, whole, mrope), PromptImages())
     tower = load_tower(args.model, device=device, dtype=dtype, deterministic=args.deterministic)
     if tower is None:
         return None
@@ -47,19 +54,19 @@ def open_images(processor: ImageProcessor, args: argparse.Namespace, model: Any,
     threads = 0 if on_gpu else args.threads or len(os.sched_getaffinity(0))
     row_bytes, largest = GPU_ROW_BYTES if on_gpu else CPU_ROW_BYTES, processor.largest_tile
     cache = RowCache(tower, processor.n_rows, row_bytes, device, threads, largest)
-    whole = processor.family in WHOLE_IMAGES
-    rows = ImageRows(cache, processor, whole, mrope=bool(model.config.mrope_sections))
+    rows = ImageRows(cache, processor, whole, mrope)
     pixels = GPU_STEP_PIXELS if on_gpu else CPU_STEP_PIXELS
     _log.info("images are encoded by a tower of %.2f GiB", tower.n_bytes / (1 << 30))
     return Images(processor, rows, PromptImages(processor, cache, pixels, whole))
 
 
-def _refusal(args: argparse.Namespace, model: Any, processor: ImageProcessor) -> str | None:
-    """Why the engine cannot take images. Returns None if it can."""
+def _refusal(args: argparse.Namespace, model: Any, config: TowerConfig) -> str | None:
+    """Why the engine cannot take images, which all ranks answer alike. Returns None if it can."""
+    processor, first_stage = config.processor, len(model.shard.stages.layers(0))
     if args.random_weights is not None:
         return "the weights are generated, and a tower's are not"
-    if (why := composition.why_not("images", *composition.of_layout(model.shard.layout))) is not None:
-        return why
+    if len(config.deepstack) > first_stage:
+        return f"rows are added behind {len(config.deepstack)} layers, and the first stage has {first_stage}"
     if processor.family not in WHOLE_IMAGES:
         return None
     if model.backend == "triton":

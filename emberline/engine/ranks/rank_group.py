@@ -13,11 +13,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import NoReturn
 
-from emberline.engine.core.plan import DeviceLost, StepPlan
+import msgspec
+
+from emberline.engine.core.plan import Admission, DeviceLost, StepPlan
 from emberline.engine.ranks import messages
 from emberline.engine.ranks.flags import STEP_TIMEOUT_S
 from emberline.engine.ranks.follower_processes import FollowerProcesses
@@ -142,7 +145,9 @@ class Leader:
             raise DeviceLost(f"the followers do not take plans: {error}") from None
 
     def publish_plan(self, plan: StepPlan) -> None:
-        """Send a plan to all followers."""
+        """Send a plan to all followers, without the pixels of images: rank 0 encodes them."""
+        if any(admission.request.images for admission in plan.admissions):
+            plan = replace(plan, admissions=[_without_pixels(admission) for admission in plan.admissions])
         self.publish(Launch(plan))
 
     def step_began(self) -> None:
@@ -274,6 +279,13 @@ def _reached(address: str, host: str) -> str:
     if not address or not host:
         return address
     return dialed(address, f"tcp:[{host}]:0" if ":" in host else f"tcp:{host}:0")
+
+
+def _without_pixels(admission: Admission) -> Admission:
+    """The admission of a sequence without the pixels of its images."""
+    request = admission.request
+    images = tuple(msgspec.structs.replace(image, pixels=b"") for image in request.images)
+    return replace(admission, request=msgspec.structs.replace(request, images=images))
 
 
 def _names(kv_groups: Sequence[KVGroup]) -> tuple[str, ...]:

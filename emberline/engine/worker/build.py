@@ -64,12 +64,12 @@ from emberline.protocol.frames import EngineInfo
 from emberline.protocol.parallel_layout import Layout
 from emberline.weights.checkpoint import Checkpoint, open_checkpoint
 from emberline.weights.generated import generate_checkpoint
-from emberline.weights.image_settings import read_image_processor
 from emberline.weights.lossless_files import is_compressed
 from emberline.weights.lossless_folder import verify_folder
 from emberline.weights.model_config import ModelConfig
 from emberline.weights.readahead import ReadAhead, model_files
 from emberline.weights.task_config import TaskConfig, read_json, task_of
+from emberline.weights.vision_config import read_tower_config
 from emberline.weights.whisper_files import CONTEXT_LEN, read_whisper
 
 if TYPE_CHECKING:
@@ -296,7 +296,7 @@ def _load_drafters(model: Any, checkpoint: Checkpoint, device: str, args: argpar
 
 def _load_tower(model: Any, device: str, args: argparse.Namespace) -> "Images | None":
     """Load the vision tower of a checkpoint. Returns None if it has none, or the engine takes no images."""
-    if (processor := read_image_processor(args.model)) is None:
+    if (config := read_tower_config(args.model)) is None:
         return None
     from emberline.models.registry import require_torch
 
@@ -308,7 +308,7 @@ def _load_tower(model: Any, device: str, args: argparse.Namespace) -> "Images | 
 
     from emberline.engine.images.tower_loading import open_images
 
-    return open_images(processor, args, model, device)
+    return open_images(config, args, model, device)
 
 
 def _size_cache(

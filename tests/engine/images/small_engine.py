@@ -21,6 +21,7 @@ from emberline.protocol.request import EngineRequest, SamplingParams
 from emberline.protocol.token_ids import pack, unpack
 from emberline.weights.checkpoint import open_checkpoint
 from emberline.weights.image_settings import read_image_processor
+from emberline.weights.vision_config import read_tower_config
 from tests.engine.runners.gpu.host_sampler import HostKernels, HostTable
 from tests.models.vision.small_vision_models import TEXT
 
@@ -134,9 +135,17 @@ class SmallEngine:
         model = load_model(open_checkpoint(folder), "cpu", threads=1)
         self.backend = model.backend
         args = Namespace(
-            model=folder, random_weights=None, deterministic=False, threads=1, max_running=4, token_budget=token_budget
+            model=folder,
+            rank=0,
+            random_weights=None,
+            deterministic=False,
+            threads=1,
+            max_running=4,
+            token_budget=token_budget,
         )
-        images = open_images(processor_of(folder), args, model, "cpu")
+        config = read_tower_config(folder)
+        assert config is not None
+        images = open_images(config, args, model, "cpu")
         assert images is not None
         limits = Limits(16 * (n_blocks - 1), TEXT["vocab_size"], (), args.max_running, token_budget)
         sizes = [n_blocks] * len(model.kv_groups)

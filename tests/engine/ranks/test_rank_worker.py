@@ -23,7 +23,9 @@ from emberline.weights.generated import generate_tensors
 from emberline.weights.tensor_names import hf_name
 from tests.engine.client import Answers, Client, LocalEngine, start, wait_until
 from tests.engine.grammar.samples import PERSON
+from tests.engine.images.small_engine import Prompt
 from tests.engine.ranks import observed_worker
+from tests.models.vision.small_vision_models import save_vision_model
 from tests.soak.server_process import free_port
 
 WORKER = "emberline.engine.worker"
@@ -220,3 +222,15 @@ def test_a_rank_that_hangs_ends_the_group(model: Path, tmp_path: Path) -> None:
             assert process.wait(60) == 1
         assert "rank" in process.stderr.read()
         wait_until(lambda: is_gone(follower))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["--tp", "--pp"])
+def test_ranks_answer_about_images_as_transformers(tmp_path: Path, layout: str) -> None:
+    """Rank 0 alone has the tower; M-RoPE concerns all ranks, deepstack those of the first stage."""
+    reference = save_vision_model(tmp_path, "qwen3_vl")
+    prompts = [Prompt(tmp_path, "qwen3_vl", images, seed) for seed, images in enumerate(([0], [1, 2]))]
+    started = worker(tmp_path, tmp_path / "w.sock", layout, "2", "--token-budget", "64")
+    with started as (_, ready), Client(ready["address"]) as client:
+        found = run(client, *(prompt.request(f"r{n}") for n, prompt in enumerate(prompts)))
+    assert found == [prompt.expected(reference) for prompt in prompts]

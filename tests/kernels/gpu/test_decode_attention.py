@@ -8,7 +8,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from emberline.kernels.backend import GroupedQueryAttention, QueryTemperature
+from emberline.kernels.backend import GroupedQueryAttention, QueryTemperature, Rope
 from emberline.kernels.gpu.decode_attention import decode_attention, n_prefix_splits, shared_prefix_attention
 from emberline.kernels.gpu.rope import rope_and_cache_reference, rotary_table, rotary_table_reference
 from emberline.kernels.gpu.split_kv import (
@@ -161,3 +161,14 @@ def test_decode_of_many_and_long_rows(rows: int, context: int) -> None:
         got = run_decode(b, attn, qkv)
         assert error(got, want) < LIMIT
     assert torch.equal(got, run_decode(b, attn, qkv))
+
+
+@pytest.mark.parametrize("tokens", [1, 7])
+def test_rotary_tables_of_three_positions(tokens: int) -> None:
+    """M-RoPE: each frequency is rotated by the position of time, height or width."""
+    axes = torch.tensor([0, 1, 2] * 10 + [0, 0], device=DEVICE)
+    by_axis = Rope(rope(64).inverse_frequencies, 1.5, axes)
+    positions = torch.arange(3 * tokens, dtype=torch.int32, device=DEVICE).view(3, tokens) ** 2
+    found = rotary_table(positions, by_axis, torch.empty(tokens * 64, device=DEVICE))
+    for got, wanted in zip(found, rotary_table_reference(positions, by_axis)):
+        torch.testing.assert_close(got, wanted, atol=1e-4, rtol=0)
