@@ -204,6 +204,8 @@ def test_an_engine_host_needs_few_libraries(package: str) -> None:
         top = name.partition(".")[0]
         known = top in sys.stdlib_module_names or top in ENGINE_HOST or top == "emberline"
         known = known or (top in SPEECH and path == PACKAGE / "engine" / "encoders" / "speech.py")
+        # Only ranks on several machines import it, which say so where it is missing.
+        known = known or (top == "cryptography" and path == PACKAGE / "engine" / "ranks" / "tls.py")
         assert known, f"{path.relative_to(PACKAGE)} imports {name}"
 
 

@@ -1,7 +1,7 @@
 """Forming a rank group: rank 0 listens, followers join with a token, and both sides must agree on what they run.
 
-The address is a Unix socket in a private folder where rank 0 starts its followers itself, or a TCP port of a private
-network where they are started on other machines. What differs is refused with the values of both sides.
+The address is a Unix socket in a private folder where rank 0 starts its followers itself, or a TCP port where they are
+started on other machines, with mutual TLS (`tls`). What differs is refused with the values of both sides.
 """
 
 import hmac
@@ -17,7 +17,9 @@ from emberline.engine.ranks import messages
 from emberline.engine.ranks.messages import Join, RankFacts, Refused, Welcome
 from emberline.engine.ranks.plan_channel import PlanReader, SharedMemoryReader
 from emberline.engine.ranks.plan_ring import RingReader, RingWriter
+from emberline.engine.ranks.tls import rank_context, tunnel
 from emberline.kv.transfer.connection import PeerConnection, PeerConnectionLost
+from emberline.protocol import frames
 from emberline.protocol.errors import BadInput
 
 FORM_S = 120.0  # for all followers to join
@@ -58,7 +60,12 @@ class Rendezvous:
         return [self._joined[rank] for rank in range(1, layout.n_ranks)]
 
     def _admit(self, sock: socket.socket) -> None:
-        connection = PeerConnection(sock)
+        try:
+            connection = _connection(sock, self._token, server=True)
+        except (BadInput, OSError) as error:
+            _log.warning("a rank was refused: %s", error)
+            sock.close()
+            return
         connection.set_timeout(_HELLO_S)
         try:
             join = connection.receive(messages.to_leader, _MAX_JOIN_BYTES)
@@ -96,7 +103,11 @@ def join_group(
 ) -> tuple[PeerConnection, Welcome, PlanReader | None]:
     """A follower's side. BadInput: it was refused, or there is no rank 0 at the address. The reader is None where plans
     come over the connection, which carries other messages until the follower is ready: then `ConnectionReader`."""
-    connection = PeerConnection(_connect(address, timeout_s))
+    sock = _connect(address, timeout_s)
+    try:
+        connection = _connection(sock, token, server=False)
+    except OSError as error:
+        raise BadInput(f"rank 0 at {address} ended the connection: {error}") from None
     connection.set_timeout(timeout_s)
     try:
         connection.send(Join(rank, token, facts))
@@ -112,6 +123,15 @@ def join_group(
         reader = SharedMemoryReader(RingReader(descriptor, rank - 1))
         os.close(descriptor)
     return connection, answer, reader
+
+
+def _connection(sock: socket.socket, token: str, *, server: bool) -> PeerConnection:
+    """A connection between two ranks: encrypted and authenticated by the join token, except on one machine."""
+    if sock.family == socket.AF_UNIX:
+        return PeerConnection(sock)
+    frames.detect_dead_peer(sock)
+    hosts = str(sock.getsockname()[0]), str(sock.getpeername()[0])
+    return PeerConnection(tunnel(sock, rank_context(token, server=server)), hosts)
 
 
 def _connect(address: str, timeout_s: float) -> socket.socket:

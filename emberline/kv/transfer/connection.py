@@ -25,10 +25,11 @@ class PeerConnectionLost(Exception):
 class PeerConnection:
     """Reads exactly what it is asked for, so that bytes after a message go directly into their block."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, hosts: tuple[str, str] | None = None) -> None:
+        """hosts: this machine and the other one, if `sock` is the near end of a tunnel between them."""
         sock.setblocking(True)
         frames.detect_dead_peer(sock)
-        self._sock = sock
+        self._sock, self._tunneled = sock, hosts
         self._selector = selectors.DefaultSelector()
         self._selector.register(sock, selectors.EVENT_READ)
         self._wake_reader, self._wake_writer = socket.socketpair()
@@ -40,17 +41,22 @@ class PeerConnection:
     @property
     def local(self) -> bool:
         """File descriptors can be sent."""
-        return self._sock.family == socket.AF_UNIX
+        return self._sock.family == socket.AF_UNIX and self._tunneled is None
 
     @property
     def local_host(self) -> str:
         """The address by which this machine reaches the other side."""
+        if self._tunneled is not None:
+            return self._tunneled[0]
         return "127.0.0.1" if self.local else str(self._sock.getsockname()[0])
 
     @property
     def peer_host(self) -> str:
         """The address of the other machine; empty: it is this one."""
-        host = "" if self.local else str(self._sock.getpeername()[0])
+        if self._tunneled is not None:
+            host = self._tunneled[1]
+        else:
+            host = "" if self.local else str(self._sock.getpeername()[0])
         return "" if host == "::1" or host.startswith("127.") else host
 
     def fileno(self) -> int:

@@ -11,9 +11,10 @@ import pytest
 
 from emberline.engine.addresses import listening
 from emberline.engine.ranks.formation import Rendezvous, join_group
-from emberline.engine.ranks.messages import End, RankFacts
+from emberline.engine.ranks.messages import End, RankFacts, RankFailed, Refused, to_follower, to_leader
 from emberline.engine.ranks.plan_channel import PlanWriter
 from emberline.engine.ranks.plan_ring import RingWriter, is_supported
+from emberline.kv.transfer.connection import PeerConnectionLost
 from emberline.protocol.errors import BadInput
 from emberline.protocol.parallel_layout import Layout
 
@@ -94,3 +95,45 @@ def test_a_group_that_is_not_complete_names_who_is_missing(listener: tuple[socke
 def test_no_rank_0_at_the_address(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="cannot be reached"):
         join_group(str(tmp_path / "nobody"), 1, "token", FACTS, timeout_s=0.0)
+
+
+@pytest.fixture
+def port() -> Iterator[tuple[socket.socket, str]]:
+    with listening("tcp:127.0.0.1:0") as both:
+        yield both
+
+
+def test_ranks_on_several_machines_are_encrypted(port: tuple[socket.socket, str]) -> None:
+    """Large messages pass both ways at once, from several threads."""
+    facts = msgspec.structs.replace(FACTS, layout=Layout(tp=2))
+    with ThreadPoolExecutor(3) as pool:
+        joining = pool.submit(join_group, port[1], 1, "token", facts)
+        (leader,) = Rendezvous(port[0], facts, "token", "tcp:127.0.0.1:1", None).wait(60.0)
+        follower, welcome, reader = joining.result()
+        assert (welcome.store, reader) == ("tcp:127.0.0.1:1", None)
+        assert (follower.local, follower.local_host, follower.peer_host) == (False, "127.0.0.1", "")
+        failed = RankFailed("x" * (3 << 20))
+        sent = [pool.submit(follower.send, failed), pool.submit(leader.send, Refused("y" * (3 << 20)))]
+        assert leader.receive(to_leader) == failed
+        assert follower.receive(to_follower) == Refused("y" * (3 << 20))
+        assert [each.result() for each in sent] == [None, None]
+    follower.close()
+    with pytest.raises(PeerConnectionLost):
+        leader.receive(to_leader)
+    leader.close()
+
+
+def test_whoever_does_not_know_the_token_learns_and_tells_nothing(port: tuple[socket.socket, str]) -> None:
+    facts = msgspec.structs.replace(FACTS, layout=Layout(tp=2))
+    with ThreadPoolExecutor(1) as pool, socket.create_connection(port[0].getsockname()) as silent:
+        silent.sendall(b"not TLS" * 100)
+        joining = pool.submit(join_group, port[1], 1, "other", facts)
+
+        def leave() -> None:
+            if joining.done():
+                raise BadInput("enough")
+
+        with pytest.raises(BadInput, match="enough"):
+            Rendezvous(port[0], facts, "token", "tcp:127.0.0.1:1", None).wait(60.0, leave)
+    with pytest.raises(BadInput, match="wrong join token"):
+        joining.result()
