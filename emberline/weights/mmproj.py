@@ -124,17 +124,19 @@ class MMProj:
             merge=vision.whole(*merge, most=16),
             resample=self.projector.resample,
             mean=self._triple("image_mean"),
-            std=self._triple("image_std"),
+            std=self._triple("image_std", above_zero=True),
             tile=side if family in ("idefics3", "siglip") else 0,
             longest_edge=vision.whole("preproc_image_size", 4 * side if family == "idefics3" else side, most=1 << 14),
             min_pixels=vision.whole("image_min_pixels", 65_536),
             max_pixels=vision.whole("image_max_pixels", 16_777_216),
         )
 
-    def _triple(self, key: str) -> tuple[float, float, float]:
+    def _triple(self, key: str, *, above_zero: bool = False) -> tuple[float, float, float]:
         values = self.vision.get(key)
-        if not isinstance(values, np.ndarray) or len(values) != 3:
+        if not isinstance(values, np.ndarray) or len(values) != 3 or not np.isfinite(values.astype(np.float64)).all():
             raise self.vision.wrong(key, "three numbers")
+        if above_zero and (values <= 0).any():
+            raise self.vision.wrong(key, "three numbers above zero")
         red, green, blue = (round(float(value), 8) for value in values)
         return red, green, blue
 
@@ -158,8 +160,10 @@ class MMProj:
     def _weight(self, name: str, tensor: GGUFTensor) -> Weight:
         raw = self.file.bytes_of(tensor).reshape(tensor.shape[0], -1)
         order = None
-        if self.projector.family == "pixtral" and re.fullmatch(r"v\.blk\.\d+\.attn_[qk]\.weight", name):
-            order = unpermuted_rows(tensor.shape[0], self.vision.whole("attention.head_count"))
+        n_heads = self.vision.whole("attention.head_count")
+        is_permuted = self.projector.family == "pixtral" and re.fullmatch(r"v\.blk\.\d+\.attn_[qk]\.weight", name)
+        if is_permuted and tensor.shape[0] % (2 * n_heads) == 0:  # of another shape, it is refused later
+            order = unpermuted_rows(tensor.shape[0], n_heads)
         shift = -1.0 if name == "mm.soft_emb_norm.weight" else 0.0  # llama.cpp adds Gemma's one
         location = FileLocation(self.file.path, tensor.offset)
         return Weight(name, tensor.shape, tensor.kind, raw, order, shift=shift, location=location)

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -70,6 +71,14 @@ def test_other_projectors_are_refused_by_name(tmp_path: Path) -> None:
         BadCheckpoint, match=r"mmproj.gguf: the vision projector 'internvl' is not supported; .*idefics3"
     ):
         load_tower(tiny_gguf(tmp_path / "m.gguf"), device="cpu", dtype=torch.float32)
+
+
+def test_a_standard_deviation_of_zero_is_refused(tmp_path: Path) -> None:
+    config = save_folder(tmp_path / "folder", "smolvlm")
+    processor = msgspec.structs.replace(config.processor, std=(0.5, 0.0, 0.5))
+    write_mmproj(tmp_path / "mmproj.gguf", "idefics3", msgspec.structs.replace(config, processor=processor), {})
+    with pytest.raises(BadCheckpoint, match=r"'image_std' is .* not three numbers above zero"):
+        read_image_processor(tiny_gguf(tmp_path / "m.gguf", first_token="<image>"))
 
 
 def test_the_most_precise_file_is_taken() -> None:
