@@ -3,13 +3,15 @@
 Writes one layer of a Llama-3.1-8B with generated weights, and takes the trained BF16 draft head of the package. Both
 are compressed by Emberline and by `zstd -1 -T2`, and read back by Emberline on two threads and by `zstd -d`, in turn,
 on the same cores. The rate of `emberline compress` includes what zstd's does not: SHA-256 of the source, reading the
-result back from the file and comparing it with the source. Prints a table and, with --out, JSON.
+result back from the file and comparing it with the source. Processor seconds are given beside the rates: on a machine
+that does other work too, they say more. Prints a table and, with --out, JSON.
 """
 
 import argparse
 import json
 import math
 import os
+import resource
 import statistics
 import subprocess
 import tempfile
@@ -17,7 +19,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,7 +27,9 @@ import emberline
 from emberline.kernels.gpu.triton_placeholder import importable_kernels
 from emberline.weights.lossless_blocks import Grid, encode_block
 from emberline.weights.lossless_files import LosslessFile
+from emberline.weights.lossless_tensor import LosslessRows
 from emberline.weights.lossless_writer import LosslessWriter
+from emberline.weights.readahead import PIECE_BYTES
 from emberline.weights.safetensors_file import SafetensorsFile, write_safetensors
 
 HEADS = Path(emberline.__file__).parent / "models" / "draft_heads"
@@ -53,10 +57,20 @@ def generate(path: Path, share: float) -> None:
     write_safetensors(path, tensors)
 
 
-def seconds(run: Callable[[], Any]) -> float:
-    start = time.perf_counter()
+class Seconds(NamedTuple):
+    wall: float
+    processor: float
+
+
+def seconds(run: Callable[[], Any]) -> Seconds:
+    start, used = time.perf_counter(), processor_s()
     run()
-    return time.perf_counter() - start
+    return Seconds(time.perf_counter() - start, processor_s() - used)
+
+
+def processor_s() -> float:
+    """Processor seconds of this process and of the processes that it has started."""
+    return sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
 
 
 def zstd(*arguments: str | Path) -> None:
@@ -79,15 +93,18 @@ def encode_all(source: SafetensorsFile, threads: ThreadPoolExecutor) -> None:
             pass
 
 
-def decode_all(file: LosslessFile) -> None:
-    for tensor in file.coded.values():
-        tensor.decode(slice(0, tensor.grid.rows), slice(0, tensor.grid.columns))
+def decode_all(file: LosslessFile, buffer: Any) -> None:
+    """Decode every tensor piece by piece into one buffer, as `WeightLoader` does and as zstd writes its output."""
+    for name, tensor in file.coded.items():
+        for piece in LosslessRows.of(tensor, file.format.tensors[name].shape).pieces(len(buffer)):
+            piece.read(buffer[: piece.nbytes])
 
 
 def measure(path: Path, folder: Path, rounds: int) -> dict[str, Any]:
     source, threads = SafetensorsFile.open(path), ThreadPoolExecutor(2)
     n_bytes, packed = path.stat().st_size, folder / f"{path.stem}.zst"
-    times: dict[str, list[float]] = {}
+    times: dict[str, list[Seconds]] = {}
+    buffer = np.zeros(PIECE_BYTES, np.uint8)
 
     def write() -> None:
         for old in folder.glob(f"{path.stem}.lossless*"):
@@ -105,18 +122,20 @@ def measure(path: Path, folder: Path, rounds: int) -> dict[str, Any]:
         }.items():
             times.setdefault(name, []).append(seconds(run))
         file = LosslessFile.open(target)
-        times.setdefault("decode", []).append(seconds(lambda: decode_all(file)))  # noqa: B023
+        times.setdefault("decode", []).append(seconds(lambda: decode_all(file, buffer)))  # noqa: B023
         file.close()
-    rates = {name: n_bytes / statistics.median(found) / 1e6 for name, found in times.items()}
+    rates = {name: n_bytes / statistics.median(each.wall for each in found) / 1e6 for name, found in times.items()}
+    used = {name: statistics.median(each.processor for each in found) * 1e9 / n_bytes for name, found in times.items()}
 
     def ratio(name: str, peer: str) -> float:
-        return statistics.median(b / a for a, b in zip(times[name], times[peer], strict=True))
+        return statistics.median(b.wall / a.wall for a, b in zip(times[name], times[peer], strict=True))
 
     return {
         "bytes": n_bytes,
         "on disk": 1 - target.stat().st_size / n_bytes,
         "zstd -1": 1 - packed.stat().st_size / n_bytes,
         "MB/s": rates,
+        "processor s/GB": used,
         "codec / zstd -1 -T2": ratio("codec", "zstd -1 -T2"),
         "compress / zstd -1 -T2": ratio("emberline compress", "zstd -1 -T2"),
         "decode / zstd -d": ratio("decode", "zstd -d"),
@@ -163,7 +182,7 @@ def main() -> None:
                 f" {row['in device memory']:.1%} in a GPU's memory"
             )
             for each, rate in row["MB/s"].items():
-                print(f"  {each:20} {rate:6.0f} MB/s")
+                print(f"  {each:20} {rate:6.0f} MB/s  {row['processor s/GB'][each]:6.2f} processor s/GB")
             for each in ("codec / zstd -1 -T2", "compress / zstd -1 -T2", "decode / zstd -d"):
                 print(f"  {each:22} {row[each]:.2f}")
     if args.out:

@@ -19,10 +19,16 @@ MAX_THREADS = 8
 
 
 @cache
+def n_threads() -> int:
+    """The number of threads that decode."""
+    n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(MAX_THREADS, n_cores)
+
+
+@cache
 def decoding_threads() -> ThreadPoolExecutor:
     """The threads that decode blocks of all tensors. A job on them never waits for another one."""
-    n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return ThreadPoolExecutor(min(MAX_THREADS, n_cores), "lossless")
+    return ThreadPoolExecutor(n_threads(), "lossless")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,10 +101,15 @@ class LosslessTensor:
             to_columns = slice((left - columns.start) * width, (right - columns.start) * width)
             out[top - rows.start : bottom - rows.start, to_columns] = part
 
-        if len(numbers) == 1:
-            copy(numbers[0])
+        def copy_all(some: list[int]) -> None:
+            for number in some:
+                copy(number)
+
+        n_jobs = min(n_threads(), len(numbers))
+        if n_jobs < 2:
+            copy_all(numbers)
         else:
-            for _ in decoding_threads().map(copy, numbers):
+            for _ in decoding_threads().map(copy_all, [numbers[first::n_jobs] for first in range(n_jobs)]):
                 pass
         return out
 

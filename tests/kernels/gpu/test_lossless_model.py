@@ -1,5 +1,9 @@
 """A BF16 model whose matrices are packed losslessly, against the same model as the checkpoint has it."""
 
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import cast
+
 import pytest
 import torch
 
@@ -10,7 +14,7 @@ from emberline.kernels.gpu.backend.triton_backend import TritonBackend
 from emberline.kernels.gpu.backend.workspace import AttentionShape, Workspace, WorkspaceSizes
 from emberline.kernels.gpu.formats.dense import DenseMatrix
 from emberline.kernels.gpu.formats.matrix_format import Fusion
-from emberline.kernels.gpu.formats.registry import workspace_needs
+from emberline.kernels.gpu.formats.registry import load_stacked, workspace_needs
 from emberline.kernels.gpu.lossless import LosslessMatrix, pack_lossless
 from emberline.models.decoder import Decoder
 from emberline.models.llama import llama
@@ -20,6 +24,10 @@ from emberline.protocol.parallel_layout import Layout, Position
 from emberline.weights.checkpoint import Checkpoint
 from emberline.weights.generated import generate_checkpoint
 from emberline.weights.loader import DeferredCheckpoint, WeightLoader
+from emberline.weights.lossless_files import LosslessFile
+from emberline.weights.lossless_writer import LosslessWriter
+from emberline.weights.safetensors_file import SafetensorsFile, write_safetensors
+from emberline.weights.tensors import Bytes, Weight
 from tests.kernels.gpu.batches import DEVICE, DTYPE, LIMIT, error, everyday, noise
 from tests.kernels.gpu.test_lossless import odd
 from tests.kernels.gpu.test_matmul import CASES, expected
@@ -97,3 +105,19 @@ def test_deterministic_products_are_those_of_the_dense_matrix() -> None:
     for each, out in zip((matrix, DenseMatrix(w.to(DTYPE))), outs, strict=True):
         multiply(x, each, out, Fusion(noise(256, seed=4).float(), 1e-5))
     assert torch.equal(*outs)
+
+
+def test_matrices_of_a_compressed_checkpoint_are_packed_as_those_of_its_source(tmp_path: Path) -> None:
+    weight = (torch.randn(600, 512, generator=torch.Generator().manual_seed(3)) * 0.02).bfloat16()
+    stored_bytes = weight.view(torch.uint8).numpy().tobytes()
+    write_safetensors(tmp_path / "model.safetensors", {"w": ("BF16", (600, 512), stored_bytes)})
+    with ThreadPoolExecutor(2) as threads:
+        LosslessWriter(SafetensorsFile.open(tmp_path / "model.safetensors"), tmp_path, threads).write(lambda *_: None)
+    raw, _ = LosslessFile.open(tmp_path / "model.lossless.safetensors").rows_of("w")
+    loader = WeightLoader(DEVICE)
+    stored = Weight("w", (600, 512), "bf16", cast(Bytes, raw), loader=loader)
+    parts = [stored.slice(0, 0, 70), stored.slice(0, 70, 600)]  # as ranks and stacked matrices have them
+    packed = load_stacked(parts, None, torch.bfloat16, DEVICE, compress=True)
+    loader.finish()
+    assert isinstance(packed, LosslessMatrix)
+    assert torch.equal(packed.dense().view(torch.int16).cpu(), weight.view(torch.int16))

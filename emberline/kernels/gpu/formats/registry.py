@@ -1,7 +1,8 @@
 """The weight formats that GPU kernels multiply, in the order in which they are asked to load a matrix.
 
 A format is registered here, and nowhere else is asked which format a matrix has. What a checkpoint's readers know of
-the same formats (bytes, slices of ranks) is in `emberline.weights.tensors`, by `Weight.kind`.
+the same formats (bytes, slices of ranks) is in `emberline.weights.tensors`, by `Weight.kind`. Compression on disk is
+no format of its own: `emberline.weights.lossless_files` reads numbers of the kind that they had.
 """
 
 from collections.abc import Iterable, Sequence
