@@ -41,6 +41,7 @@ def test_launch_gives_it_its_settings(workspace: AgentWorkspace) -> None:
     config.write_text(json.dumps(_QUIET))
     bash = [tool_call("bash", trigger=trigger, command=command) for trigger, command in STEPS]
     title = text_reply("Following notes", trigger="You are a title generator")
+    workspace.limit_s = 300  # two programs start
     with workspace.serving(reply_script(*bash, FINAL_ANSWER, title)):
         printed = workspace.launch("opencode", "run", PROMPT, OPENCODE_CONFIG=str(config), **_NO_NETWORK)
         check(workspace)
