@@ -88,8 +88,8 @@ class ModelLoadMeter:
             return 0
         some = waiting[:MAX_MATCHED]
         cached = sum(self._balancer.cached_tokens(record.request) for record in some)
-        n_some = sum(record.request.input_tokens for record in some)
-        n_all = sum(record.request.input_tokens for record in waiting)
+        n_some = sum(max(1, record.request.input_tokens) for record in some)  # as routing counts them
+        n_all = sum(max(1, record.request.input_tokens) for record in waiting)
         return int(n_all * (1 - cached / n_some)) if n_some else 0
 
     def _count(self, workers: list[Worker], n_waiting: int, waiting_tokens: int) -> None:

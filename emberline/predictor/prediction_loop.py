@@ -27,6 +27,7 @@ from emberline.protocol.errors import (
     Unavailable,
 )
 from emberline.protocol.events import TokenDelta, Usage
+from emberline.protocol.frames import EngineLoad
 from emberline.protocol.prediction import MAX_INPUT_BYTES, Manifest, Prediction, PredictParams
 from emberline.protocol.request import EngineRequest
 
@@ -34,6 +35,8 @@ MAX_WAITING = 256
 PROGRESS_S = 1.0  # between two steps while predictions run: a step tells the core that the worker is alive
 POLL_S = 0.001  # between two looks at a slot: Cog's server frees it after its reply
 LATE_S = 5.0  # for a thread to see that its prediction's time is over; then the step ends it
+EXPECTED_S = 1.0  # of a prediction, until one has ended
+MEAN_SHARE = 0.2  # of the latest prediction in the mean of their seconds
 CANCEL_S = 10.0  # for a prediction to end once it was cancelled; then the server is killed
 
 _log = logging.getLogger(__name__)
@@ -80,6 +83,7 @@ class PredictionLoop(RequestLoop[_Waiting]):
         self._found: deque[tuple[_Waiting, TokenDelta]] = deque()  # by threads
         self._crash = ""
         self._cancelled: dict[str, float] = {}  # predictions that clients have given up, and since when
+        self._mean_s = 0.0  # of a prediction, the latest ones counting most; 0: none has ended
         self._lock = threading.Lock()
         self.wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
@@ -124,6 +128,13 @@ class PredictionLoop(RequestLoop[_Waiting]):
                 self._cancelled[name] = time.monotonic()
         if is_computed:
             threading.Thread(target=self._server.cancel, args=(name,), daemon=True).start()
+
+    @property
+    def load(self) -> EngineLoad:
+        """The worker's load. A prediction counts as one prompt token, so that the planner scales predictors by their
+        queue and slots: the rate is of as many predictions at once as there are slots."""
+        rate = self._manifest.slots / (self._mean_s or EXPECTED_S)
+        return msgspec.structs.replace(super().load, prefill_rate=round(rate, 6))
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
@@ -192,6 +203,8 @@ class PredictionLoop(RequestLoop[_Waiting]):
             limit_s = self._manifest.resources.predict_s
             prediction = self._predict(item, limit_s, on_output)
             item.ended_s = time.monotonic()
+            took_s = item.ended_s - item.began_s
+            self._mean_s = took_s if not self._mean_s else self._mean_s + MEAN_SHARE * (took_s - self._mean_s)
             values = msgspec.json.encode(prediction)
             delta = TokenDelta(request.id, finish="stop", usage=item.usage(), values=values)
         except EmberlineError as error:

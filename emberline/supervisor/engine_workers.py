@@ -95,6 +95,7 @@ def plan_workers(
     kv_bytes: int = 0,
     hardware: Hardware | None = None,
     taken: Collection[str] = (),
+    is_scaled: bool = False,
 ) -> list[WorkerPlan]:
     """Plan workers for each model's weights: one per GPU (or per as many as it has ranks), or one on a CPU; these
     divide the memory, and share the cores by need. More workers than GPUs share them.
@@ -103,6 +104,7 @@ def plan_workers(
     kv_bytes: of each worker, where the configuration leaves it open.
     hardware: of the machine; None: of this one, as it is now.
     taken: names of other workers.
+    is_scaled: the planner says how many workers run. Else predictors have one each, whatever engines have.
     """
     hardware = hardware or machine.hardware()
     layout = layout_of(config)
@@ -112,7 +114,7 @@ def plan_workers(
             "no CUDA device to run on: `emberline doctor` tells what is missing; use --device cpu", param="device"
         )
     composition.check(composition.asked(config, "cuda" if gpus else "cpu"))
-    if models and all(map(is_predictor, models.values())):  # one worker each, whatever engines have
+    if not is_scaled and models and all(map(is_predictor, models.values())):
         config = msgspec.structs.replace(config, replicas=1, prefill_workers=0, decode_workers=0)
     roles = _roles(config, len(gpus))
     if config.prefill_workers and gpus:

@@ -266,6 +266,22 @@ async def test_versions_are_replaced_rolled_back_and_unloaded(versions: Predicto
         assert await is_first(), "it comes back when it is asked for"
 
 
+async def test_the_planner_scales_by_queue_and_slots(versions: PredictorVersions, tmp_path: Path) -> None:
+    push(versions, tmp_path, "picture", "picture")
+    bounds = "max_replicas = 2\ngrow_after_s = 0.5\ntolerated_s = 0.5\nsettle_s = 0.5\n"
+    (tmp_path / "home" / "emberline.toml").write_text(f'[cluster.models."@me/picture"]\n{bounds}')
+    data = "data:text/plain;base64," + base64.b64encode(b"x").decode()
+    async with serving(versions, tmp_path, ["picture"]) as server:
+
+        async def has_two_workers() -> bool:
+            found = (await server.root.get("/api/ps")).json()["engines"]
+            return len(found) == 2
+
+        requests = [asyncio.create_task(server.run("picture", image=data, wait_s=4.0)) for _ in range(24)]
+        await until(has_two_workers)
+        assert {answer.status_code for answer in await asyncio.gather(*requests)} == {200}
+
+
 @pytest.mark.parametrize("victim", ["predictor", "worker"])
 async def test_kill_9_during_queued_predictions(victim: str, versions: PredictorVersions, tmp_path: Path) -> None:
     push(versions, tmp_path, "features", "features")

@@ -121,7 +121,7 @@ class LocalLauncher:
             raise Unavailable(f"this machine has no room for {order.name}: {self._n_slots} replicas run")
         config = _with_layout(self._config, order.layout)
         plan = msgspec.structs.replace(
-            plan_workers(config, {order.model: order.path}, hardware=self._workers.hardware)[free[0]],
+            plan_workers(config, {order.model: order.path}, hardware=self._workers.hardware, is_scaled=True)[free[0]],
             name=order.name,
             role=order.role,
             number=cpu_share.MAX_WORKERS - 1 - free[0],  # workers that do not join count from below
