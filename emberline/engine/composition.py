@@ -64,12 +64,9 @@ class Refusal(NamedTuple):
 _DRAFTING = ("draft_model", "eagle3")
 _EXPORTED = "an export is one file, and each rank has a slice of every block"
 _NO_CERTIFICATE = "the other ranks of the group have no certificate of the cluster, so nobody can send KV to them"
-_TWICE = "several ranks have the same KV of what drafts but not of the model, and would send it more than once"
 _NO_STAGES = "the states and tokens that the last stage drafts from do not pass between GPUs' stages yet"
 REFUSALS = (
     *(Refusal((name, "pp", "gpu"), _NO_STAGES, "divide by --tp alone, or leave it out") for name in _DRAFTING),
-    *(Refusal(("draft_model", roles, "tp"), _TWICE, "draft with a head") for roles in ("roles", "joined_roles")),
-    *(Refusal(("eagle3", roles, "dcp"), _TWICE, "leave out --dcp") for roles in ("roles", "joined_roles")),
     *(Refusal(("mooncake", name), "ranks send their slices themselves", "leave it out") for name in ("tp", "pp")),
     *(Refusal(("joined_roles", name), _NO_CERTIFICATE, "give it --role both") for name in ("tp", "pp")),
     *(Refusal(("export", name), _EXPORTED, "export from a worker with one rank") for name in ("tp", "pp")),

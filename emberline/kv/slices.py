@@ -4,6 +4,7 @@ A rank has a slice of every block: some layers, KV heads and tokens (`KVGroup`).
 have the same slices, and whole blocks go from one to the other; else a block goes in runs of bytes.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
@@ -70,6 +71,8 @@ def routes(senders: tuple[Slices, ...], receivers: tuple[Slices, ...]) -> tuple[
     """Return the pairs (sender, receiver) of ranks. Of ranks that hold the same, one sends to each receiver: the one
     of the receiver's own number if there is one, since groups that share GPUs have these two on the same one.
 
+    Ranks that hold the same of some groups only, as of a draft model that each has whole, all send it: the same bytes.
+
     Raises SliceMismatch if some receiver would lack a part of its blocks.
     """
     alike: dict[Slices, list[int]] = {}
@@ -77,21 +80,27 @@ def routes(senders: tuple[Slices, ...], receivers: tuple[Slices, ...]) -> tuple[
         alike.setdefault(slices, []).append(rank)
     found: list[tuple[int, int]] = []
     for receiver, wanted in enumerate(receivers):
-        n_bytes = [0] * len(wanted)
+        sent: list[list[ByteRun]] = [[] for _ in wanted]
         for slices, ranks in alike.items():
-            parts = block_runs(slices, wanted)
-            sizes = (
-                [group.block_bytes for group in wanted]
-                if parts is None
-                else [sum(run.n_bytes for run in each) for each in parts]
-            )
-            if any(sizes):
-                n_bytes = [sum(pair) for pair in zip(n_bytes, sizes)]
+            parts = block_runs(slices, wanted) or tuple((ByteRun(0, 0, group.block_bytes),) for group in wanted)
+            if any(run.n_bytes for each in parts for run in each):
+                for own, each in zip(sent, parts):
+                    own += each
                 found.append((receiver if receiver in ranks else ranks[receiver % len(ranks)], receiver))
-        for group, n in zip(wanted, n_bytes):
-            if n != group.block_bytes:
+        for group, each in zip(wanted, sent):
+            if (n := _covered(each)) != group.block_bytes:
                 raise SliceMismatch(f"{n} of the {group.block_bytes} bytes of {group.tag} are sent")
     return tuple(found)
+
+
+def _covered(sent: Sequence[ByteRun]) -> int:
+    """Bytes of a receiver's block that some run writes."""
+    n, end = 0, 0
+    for run in sorted(sent, key=lambda run: run.target):
+        after = run.target + run.n_bytes
+        n += max(0, after - max(end, run.target))
+        end = max(end, after)
+    return n
 
 
 def _common(one: tuple[int, int], other: tuple[int, int]) -> range:

@@ -81,6 +81,15 @@ def test_of_ranks_that_hold_the_same_each_sends_to_another():
     assert routes(divided(LATENT, tp=4), divided(LATENT, tp=2)) == ((0, 0), (1, 1))
 
 
+def test_ranks_that_hold_the_same_of_one_group_only_all_send_it():
+    """As of a draft model, which each rank has whole, beside a model that is divided."""
+    drafter = msgspec.structs.replace(LATENT, name="draft")
+    both = tuple((*slices, drafter) for slices in divided(GROUP, tp=2))
+    assert set(routes(both, both)) == {(0, 0), (0, 1), (1, 0), (1, 1)}
+    with pytest.raises(SliceMismatch, match=f"{GROUP.block_bytes // 2} of the {GROUP.block_bytes} bytes"):
+        routes(both[:1], ((GROUP, drafter),))
+
+
 def test_what_cannot_be_made_is_refused_with_the_reason():
     with pytest.raises(SliceMismatch, match="head_dim 2 there, 4 here"):
         routes(divided(GROUP), divided(msgspec.structs.replace(GROUP, head_dim=4)))
