@@ -87,8 +87,8 @@ def routes(senders: tuple[Slices, ...], receivers: tuple[Slices, ...]) -> tuple[
                 for own, each in zip(sent, parts):
                     own += each
                 found.append((receiver if receiver in ranks else ranks[receiver % len(ranks)], receiver))
-        for group, each in zip(wanted, sent):
-            if (n := _covered(each)) != group.block_bytes:
+        for group, received in zip(wanted, sent):
+            if (n := _covered(received)) != group.block_bytes:
                 raise SliceMismatch(f"{n} of the {group.block_bytes} bytes of {group.tag} are sent")
     return tuple(found)
 
