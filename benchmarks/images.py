@@ -53,13 +53,13 @@ def body(model: str, urls: Sequence[str], text: str, max_tokens: int) -> Json:
 
 
 def n_encoded(port: int) -> int | None:
-    """Images that the engine's tower has computed so far. Returns None from a server that does not tell."""
+    """Tiles that the engine's tower has encoded so far. Returns None from a server that does not tell."""
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
             text = answer.read().decode()
     except OSError:
         return None
-    found = re.findall(r"^emberline_images_encoded_total\{[^}]*\} ([0-9.e+]+)$", text, re.MULTILINE)
+    found = re.findall(r'^emberline_image_tiles_total\{[^}]*result="encoded"[^}]*\} ([0-9.e+]+)$', text, re.MULTILINE)
     return int(sum(map(float, found))) if found else None
 
 
