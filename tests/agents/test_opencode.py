@@ -1,10 +1,13 @@
 """opencode, on chat completions; it reaches them through the Vercel AI SDK."""
 
 import json
+from pathlib import Path
 
+from tests.agents.conftest import INSTALLED
 from tests.agents.task import CONVERSATION, FINAL_ANSWER, PROMPT, STEPS, check, check_conversation, prepare
 from tests.agents.workspace import AgentWorkspace
 from tests.e2e.clients.reply_script import reply_script, text_reply, tool_call
+from tests.e2e.clients.scripted_server import CONTEXT_LEN
 
 _NO_NETWORK = {
     "OPENCODE_DISABLE_MODELS_FETCH": "1",
@@ -34,9 +37,14 @@ def test_agent_runs_tools_over_several_turns(workspace: AgentWorkspace) -> None:
     assert FINAL_ANSWER.say in printed
 
 
-def test_launch_gives_it_its_settings(workspace: AgentWorkspace) -> None:
+def test_launch_gives_it_its_settings(smollm2: Path, tmp_path: Path) -> None:
     """`emberline launch opencode -- run …`, as a person types it, with the real program."""
+    workspace = AgentWorkspace(Path(INSTALLED).absolute(), smollm2, tmp_path, "smollm2")
     prepare(workspace)
+    cards = workspace.folder / "server" / "cards"
+    cards.mkdir(parents=True)
+    card = f'id = "@cf/huggingfacetb/smollm2-135m-instruct"\ncontext_window = {CONTEXT_LEN}\n'  # as the script has it
+    (cards / "smollm2.toml").write_text(card)
     config = workspace.folder / "opencode.json"
     config.write_text(json.dumps(_QUIET))
     bash = [tool_call("bash", trigger=trigger, command=command) for trigger, command in STEPS]
