@@ -17,7 +17,7 @@ from tests.predictor.test_serving import push_folder, serving
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(bool(find_protections().refusal(insists=False)), reason="needs bubblewrap: it is not here"),
+    pytest.mark.skipif(not find_protections().bubblewrap, reason="needs bubblewrap: it is not here"),
 ]
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "predictors"

@@ -22,9 +22,7 @@ from tests.predictor.conftest import FileServer, copy_project, write_project
 
 RESOURCES = Resources(memory_bytes=512 << 20, scratch_bytes=64 << 20, cpus=2.0, setup_s=60.0)
 LOOPBACK = ("127.0.0.0/8",)
-needs_sandbox = pytest.mark.skipif(
-    bool(find_protections().refusal(insists=False)), reason="needs bubblewrap: it is not here"
-)
+needs_sandbox = pytest.mark.skipif(not find_protections().bubblewrap, reason="needs bubblewrap: it is not here")
 
 
 def fetch(proxy: Path, url: str) -> httpx.Response:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(bool(find_protections().refusal(insists=False)), reason="needs bubblewrap: it is not here"),
+    pytest.mark.skipif(not find_protections().bubblewrap, reason="needs bubblewrap: it is not here"),
 ]
 
 PIXEL = base64.b64decode(

@@ -6,8 +6,11 @@ import json
 import os
 import re
 import signal
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +31,7 @@ from tests.predictor.conftest import FileServer, copy_project
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(bool(find_protections().refusal(insists=False)), reason="needs bubblewrap: it is not here"),
+    pytest.mark.skipif(not find_protections().bubblewrap, reason="needs bubblewrap: it is not here"),
 ]
 
 LIMIT_S = 300.0
@@ -303,6 +306,46 @@ async def test_kill_9_during_queued_predictions(victim: str, versions: Predictor
         assert [each["id"] for each in found] == list(range(60)), "every job ends exactly once"
         usage = (await server.root.get("/api/usage")).json()["total"]
         assert usage["requests"] == 60
+
+
+@contextmanager
+def core(home: Path) -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
+    """`emberline serve` as a process group of its own."""
+    command = [sys.executable, "-m", "emberline.cli.main", "serve", "@me/features", "--port", "0", "--json"]
+    process = subprocess.Popen(
+        [*command, "--log-level", "error", "--data-dir", str(home)],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        assert process.stdout is not None
+        yield json.loads(process.stdout.readline())["url"], process
+    finally:
+        if process.poll() is None:
+            process.terminate()
+        process.wait(60)
+
+
+def test_kill_9_of_the_core_during_queued_predictions(versions: PredictorVersions, tmp_path: Path) -> None:
+    """Every job ends exactly once, and is paid once."""
+    push(versions, tmp_path, "features", "features")
+    path = "/client/v4/accounts/local/ai/run/@me/features"
+    requests = [{"text": str(n), "n": 5} for n in range(40)]
+    with core(tmp_path / "home") as (url, process), httpx.Client(base_url=url, timeout=LIMIT_S) as http:
+        queued = http.post(f"{path}?queueRequest=true", json={"requests": requests}).json()
+        request_id = queued["result"]["request_id"]
+        while not http.get("/api/usage").json()["total"]["requests"]:
+            time.sleep(0.01)
+        process.kill()
+    with core(tmp_path / "home") as (url, _), httpx.Client(base_url=url, timeout=LIMIT_S) as http:
+        end_s = time.monotonic() + LIMIT_S
+        while "responses" not in (found := http.post(path, json={"request_id": request_id}).json()["result"]):
+            assert time.monotonic() < end_s, found
+            time.sleep(0.05)
+        assert [each["id"] for each in found["responses"]] == list(range(40))
+        assert all(each["success"] for each in found["responses"]), found
+        assert http.get("/api/usage").json()["total"]["requests"] == 40
 
 
 def _bytes(path: Path) -> bytes:
