@@ -167,12 +167,20 @@ class CogServer:
             raise PredictionFailed(f"the predictor is {health}")
         return Prediction(output=msgspec.Raw(msgspec.json.encode(health)))
 
-    def predict(self, name: str, given: bytes, limit_s: float, on_output: Callable[[bytes], None] | None) -> Prediction:
-        """Compute a prediction. `on_output` gets each output as it comes, where the predictor streams.
+    def predict(
+        self,
+        name: str,
+        given: bytes,
+        limit_s: float,
+        on_output: Callable[[bytes], None] | None,
+        context: bytes = b"",
+    ) -> Prediction:
+        """Compute a prediction. `on_output` gets each output as it comes, where the predictor streams. `context`: a
+        JSON object for its scope.
 
         Raises an EmberlineError: BadInput for what the predictor's schema refuses, PredictorCrashed if its process is
         gone, Cancelled, DeadlineExceeded, and PredictionFailed with the predictor's own error message."""
-        body = b'{"id":"%s","input":%s}' % (name.encode(), given)
+        body = b'{"id":"%s","input":%s,"context":%s}' % (name.encode(), given, context or b"{}")
         headers = {"Content-Type": "application/json"}
         if on_output is not None:
             headers["Accept"] = "text/event-stream"

@@ -232,7 +232,7 @@ class PredictionLoop(RequestLoop[_Waiting]):
         end_s = time.monotonic() + CANCEL_S
         while True:
             try:
-                return self._server.predict(item.request.id, item.params.input, limit_s, on_output)
+                return self._server.predict(item.request.id, item.params.input, limit_s, on_output, item.params.context)
             except Overloaded:
                 if time.monotonic() > end_s:
                     raise

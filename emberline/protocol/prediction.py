@@ -25,6 +25,7 @@ class PredictParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
     input: bytes  # a JSON object; empty: ask for the predictor's health, which is the result
     stream: bool = False
+    context: bytes = b""  # a JSON object for the predictor's scope; empty: none
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -266,6 +266,7 @@ class PredictRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     model: str
     input: dict[str, Any]
     stream: bool = False  # outputs as they come, where the predictor yields them
+    context: dict[str, str] = {}  # that the predictor finds in its scope
     session: str | None = None
     priority: Priority = Priority.DEFAULT
     deadline_s: float | None = None  # seconds from acceptance

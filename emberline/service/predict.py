@@ -131,7 +131,11 @@ class PredictionCall(EngineCall):
             sampling=SamplingParams(),
             priority=request.priority,
             deadline_s=request.deadline_s,
-            predict=PredictParams(input=encoded, stream=request.stream),
+            predict=PredictParams(
+                input=encoded,
+                stream=request.stream,
+                context=msgspec.json.encode(request.context) if request.context else b"",
+            ),
         )
         super().__init__(sent, engines, "prediction", timings)
 

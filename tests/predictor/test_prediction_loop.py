@@ -32,7 +32,7 @@ class HeldServer:
         self.cancelled: list[str] = []
         self.may_end = threading.Event()
 
-    def predict(self, name: str, given: bytes, limit_s: float, on_output: Any) -> Prediction:
+    def predict(self, name: str, given: bytes, limit_s: float, on_output: Any, context: bytes = b"") -> Prediction:
         self.begun.append(name)
         self.may_end.wait(60)
         return Prediction()

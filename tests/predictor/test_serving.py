@@ -120,6 +120,9 @@ async def test_the_contract(versions: PredictorVersions, tmp_path: Path) -> None
     async with serving(versions, tmp_path, ["features", "picture"]) as server:
         assert await server.result("features", text="hi", n=2) == ["hi", "hi"]
         assert await server.result("features", input={"text": "as Cog has it"}) == ["as Cog has it"]
+        assert await server.result("features", act="context", context={"who": "me"}) == ["{'who': 'me'}"]
+        counted = (await server.run("features", act="metric", text="three short words")).json()
+        assert counted["metrics"]["words"] == 3
         stream = await server.run("features", text="a", n=3, stream=True)
         events = [json.loads(line[6:]) for line in stream.text.splitlines() if line.startswith('data: {"response":"a"')]
         assert len(events) == 3

@@ -17,7 +17,7 @@ from emberline.protocol.prediction import Manifest, Prediction, is_file
 from emberline.protocol.request import PredictRequest
 
 # Fields of a body that are for us, unless the model has an input of the name.
-_CONTROLS = ("stream", "options", "requests", "request_id", "external_reference")
+_CONTROLS = ("stream", "options", "requests", "request_id", "external_reference", "context")
 _BYTES = (b"image/", b"audio/", b"video/", b"application/octet-stream", b"application/pdf")
 _CONTENT_TYPE = re.compile(r"[A-Za-z0-9.+-]{1,64}/[A-Za-z0-9.+-]{1,128}")
 # A predictor's file is no page of ours: a browser runs no script in it, and does not guess at its type.
@@ -30,6 +30,7 @@ class PredictInput(msgspec.Struct, kw_only=True):
 
     inputs: dict[str, Any]
     stream: bool = False
+    context: dict[str, str] = {}
     reject_if_busy: bool = False
     requests: list[Any] | None = None  # inputs for the queue
     request_id: str | None = None  # of queued inputs: asks for their status
@@ -46,6 +47,7 @@ class PredictInput(msgspec.Struct, kw_only=True):
             model=model,
             input=self.inputs,
             stream=self.stream,
+            context=self.context,
             session=session,
             reject_if_busy=self.reject_if_busy,
             api="run",
@@ -70,11 +72,20 @@ def read_predict_input(raw: bytes, predictor: CogSource, content_type: bytes = b
     return PredictInput(
         inputs=given,
         stream=bool(controls.get("stream")),
+        context=_read_context(controls.get("context")),
         reject_if_busy=bool(options.get("rejectIfBusy")),
         requests=controls.get("requests"),
         request_id=controls.get("request_id"),
         external_reference=controls.get("external_reference"),
     )
+
+
+def _read_context(given: Any) -> dict[str, str]:
+    if given is None:
+        return {}
+    if not isinstance(given, dict) or not all(isinstance(value, str) for value in given.values()):
+        raise BadInput("`context` must be an object of texts", param="context")
+    return given
 
 
 def prediction_reply(call: HttpExchange, predictor: CogSource, prediction: Prediction) -> Reply:

@@ -6,7 +6,22 @@ import time
 import cog
 from cog import BaseRunner, ConcatenateIterator, Input, Path, Secret
 
-ACTS = ["echo", "fail", "crash", "hang", "leak", "fork", "fill", "print", "flood", "outside", "file", "metric", "lie"]
+ACTS = [
+    "echo",
+    "fail",
+    "crash",
+    "hang",
+    "leak",
+    "fork",
+    "fill",
+    "print",
+    "flood",
+    "outside",
+    "file",
+    "metric",
+    "lie",
+    "context",
+]
 
 
 class Runner(BaseRunner):
@@ -57,6 +72,8 @@ class Runner(BaseRunner):
                 print("x" * 80)
         if act == "outside":
             return open("/etc/shadow").read()
+        if act == "context":
+            return str(cog.current_scope().context)
         if act == "lie":
             return object()
         if act == "file":
