@@ -76,20 +76,22 @@ class Prompt:
     def request(self, name: str, n: int = 6, **more: Any) -> EngineRequest:
         """A request for a greedy reply of n tokens."""
         bias = {self.token_id: -100.0}  # transformers would want another image
-        sampling = SamplingParams(max_tokens=n, temperature=0.0, ignore_eos=True, logit_bias=bias)
+        sampling = SamplingParams(max_tokens=n, temperature=0.0, ignore_eos=True, logit_bias=bias, logprobs=0)
         return EngineRequest(id=name, prompt_ids=pack(self.ids), sampling=sampling, images=tuple(self.images), **more)
 
     def expected(self, model: Any, n: int = 6) -> list[int]:
-        """The greedy reply of transformers, which computes everything again for every token."""
-        ids, pixels = list(self.ids), self._pixels()
+        """The greedy reply of transformers, which computes everything again for every token. `logprobs` has its
+        log-probabilities then."""
+        ids, pixels, self.logprobs = list(self.ids), self._pixels(), []
         for _ in range(n):
             is_image = torch.tensor([[token_id == self.token_id for token_id in ids]]).long()
             more = {"qwen3_vl": {"mm_token_type_ids": is_image}, "gemma3": {"token_type_ids": is_image}}
             with torch.inference_mode():
                 out = model(input_ids=torch.tensor([ids]), **pixels, **more.get(self.family, {}))
-                logits = out.logits[0, -1]
+                logits = out.logits[0, -1].clone()
                 logits[self.token_id] = -torch.inf
             ids.append(int(logits.argmax()))
+            self.logprobs.append(float(out.logits[0, -1].log_softmax(-1)[ids[-1]]))
         return ids[len(self.ids) :]
 
     def _pixels(self) -> dict[str, torch.Tensor]:
@@ -164,6 +166,7 @@ class SmallEngine:
     def replies(self, *requests: EngineRequest) -> list[list[int]]:
         """Token ids of the replies to requests that arrive together."""
         found: dict[str, list[int]] = {each.id: [] for each in requests}
+        self.logprobs: dict[str, list[float]] = {each.id: [] for each in requests}
         for each in requests:
             self.loop.submit(each, 0.0)
         for _ in range(500):
@@ -172,4 +175,5 @@ class SmallEngine:
             for delta in self.loop.step(0.0):
                 assert delta.error is None, delta.error
                 found[delta.id] += unpack(delta.token_ids)
+                self.logprobs[delta.id] += [entry.logprob for entry in delta.logprobs or ()]
         raise AssertionError("it never ends")

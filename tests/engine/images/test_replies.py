@@ -40,6 +40,8 @@ def test_replies_equal_transformers(model: tuple[Path, Any], family: str) -> Non
     for runner in (TorchRunner,) if family == "gemma3" else (TorchRunner, GpuRunner):
         engine = SmallEngine(folder, runner)
         assert engine.replies(*(prompt.request(f"r{n}") for n, prompt in enumerate(prompts))) == expected
+        for found, prompt in zip(engine.logprobs.values(), prompts, strict=True):
+            assert found == pytest.approx(prompt.logprobs, abs=1e-4)  # 1e-3 if images were not seen both ways
 
 
 @pytest.mark.parametrize("runner", [TorchRunner, GpuRunner])
