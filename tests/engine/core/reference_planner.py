@@ -298,7 +298,7 @@ class ReferencePlanner:
         if n_drafts:
             plan.n_drafts += n_drafts
             plan.n_drafting += 1
-            plan.n_awaited += not self._can_draft_ahead(seq)
+            plan.n_awaited += self._micro_batches == 1 and not self._can_draft_ahead(seq)
             seq.n_drafting = n_ahead + n_drafts
         seq.n_computed = lowest + n
         seq.n_sampling = n_sampling + samples
