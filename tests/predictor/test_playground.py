@@ -23,7 +23,8 @@ pytestmark = [
 PIXEL = base64.b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mP8z8BQDwAEhQGAhKmMIQAAAABJRU5ErkJggg=="
 )
-LOADED = "document.querySelector('.output img')?.naturalWidth > 0 && document.querySelector('.output audio').duration"
+LOADED = """() => document.querySelector('.output img')?.naturalWidth > 0
+    && document.querySelector('.output audio').duration > 0"""
 
 
 def use_form(page: "Page", url: str, picture: Path) -> None:
