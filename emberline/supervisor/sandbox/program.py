@@ -143,7 +143,8 @@ class Sandbox:
         if problem := self.protections.refusal(insists=self._insists):
             raise Unavailable(problem)
         if not self.protections.bubblewrap and os.geteuid() == 0:
-            _check_reachable([path for path, _ in (*program.readable, *program.writable)])
+            seen = {place: path for path, place in (*program.readable, *program.writable)}
+            _check_reachable([_placed(each, seen) for each in (program.command[0], program.folder)])
         group = self._group(program)
         scratch = "" if self.protections.bubblewrap else tempfile.mkdtemp(prefix="emberline-scratch-")
         entry = readable_descriptor(msgspec.json.encode(self._entry(program, group, scratch)))
