@@ -59,8 +59,10 @@ def _run(args: argparse.Namespace, store: ModelStore, source: Path) -> dict[str,
     if args.output is None and not args.replace and not looks_like_path(args.model):
         raise BadInput(f"{args.model} is in the model store: give --replace, or --output FOLDER", param="output")
     if args.replace:
+        source = source.resolve()  # the folder itself, not a link to it
         target = source.with_name(f".{source.name}.compressed")
         if target.exists():  # finished by a run that was stopped before it could replace
+            lossless_folder.check_unchanged(source, target)
             lossless_folder.verify_folder(target)
     if not (args.replace and target.exists()):
         with _progress("compressing", source) as report:

@@ -165,7 +165,9 @@ def _finished(staging: Path, source: Path) -> dict[str, FileEntry]:
     content, known = _identity(source), staging / _SOURCE
     if not known.is_file() or known.read_text() != content:
         for path in staging.iterdir():
-            if path.name != _LOCK:
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif path.name != _LOCK:
                 path.unlink()
         known.write_text(content)
     try:
@@ -205,16 +207,19 @@ def _bytes_below(folder: Path) -> int:
 
 
 def _copy_others(source: Path, staging: Path) -> None:
-    """Copy the configuration, tokenizer and so on."""
-    for path in sorted(source.iterdir()):
-        if path.is_file() and path.suffix not in _OTHER_WEIGHTS and not path.name.startswith("."):
-            shutil.copyfile(path, staging / path.name)
+    """Copy the configuration, tokenizer and so on, also of folders within, such as the pooling of an embedder."""
+    for path in sorted(source.rglob("*")):
+        below = path.relative_to(source)
+        is_hidden = any(part.startswith(".") for part in below.parts)
+        if path.is_file() and path.suffix not in _OTHER_WEIGHTS and not is_hidden:
+            (staging / below).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, staging / below)
 
 
 def _publish(staging: Path, target: Path) -> None:
     for name in (_SOURCE, _LOCK):
         (staging / name).unlink(missing_ok=True)
-    for path in (*staging.iterdir(), staging):
+    for path in (*staging.rglob("*"), staging):
         _sync(path)
     staging.rename(target)
     _sync(target.parent)
@@ -238,6 +243,23 @@ def _locked(staging: Path) -> Iterator[None]:
         except BlockingIOError:
             raise BadCheckpoint(f"another process is compressing into {staging}: wait for it") from None
         yield
+
+
+def check_unchanged(source: Path, compressed: Path) -> None:
+    """Raise BadCheckpoint unless `compressed`, which an earlier run has made, was made of what `source` holds now."""
+    advice = f"{compressed} was left by an earlier run: remove it"
+    if is_compressed(source):
+        raise BadCheckpoint(f"{source.name} is compressed already. {advice}")
+    if not is_compressed(compressed):
+        raise BadCheckpoint(f"{advice}, and run the command again")
+    manifest = read_manifest(compressed)
+    made_of = {each.source.name: each.source.sha256 for each in manifest.files}
+    is_same = (manifest.fingerprint, manifest.config) == _identify(source) and list(made_of) == shard_names(source)
+    for name, sha256 in made_of.items() if is_same else ():
+        with (source / name).open("rb") as file:
+            is_same = is_same and hashlib.file_digest(file, "sha256").hexdigest() == sha256
+    if not is_same:
+        raise BadCheckpoint(f"{source.name} has changed since it was compressed. {advice}, and run the command again")
 
 
 def replace_folder(source: Path, compressed: Path) -> None:

@@ -14,6 +14,7 @@ from emberline.catalog.model_store import ModelStore
 from emberline.cli.main import main
 from emberline.weights.checkpoint import open_checkpoint
 from emberline.weights.lossless_files import is_compressed
+from emberline.weights.lossless_folder import compress_folder
 from tests.weights.lossless_models import compressed_file, flip, part_of, stopped_run, write_model
 from tests.weights.quantized_folder import write_llama
 
@@ -45,6 +46,25 @@ def test_a_model_is_replaced_only_when_asked(tmp_path: Path, capsys: pytest.Capt
     assert main(["compress", str(plain), "--replace"]) == 0
     assert compressed_file(plain).exists()
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_model_is_not_replaced_by_what_was_made_of_an_earlier_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain, left = write_model(tmp_path / "model"), tmp_path / ".model.compressed"
+    compress_folder(plain, left)  # as by a run that was stopped before the exchange
+    path = plain / "model.safetensors"
+    before = path.read_bytes()
+    flip(path, len(before) - 1)
+    assert main(["compress", str(plain), "--replace"]) == 1
+    assert "has changed since it was compressed" in capsys.readouterr().err
+    path.write_bytes(before)
+    (tmp_path / "link").symlink_to(plain)
+    assert main(["compress", str(tmp_path / "link"), "--replace"]) == 0
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["link", "model"]
+    write_model(left)
+    assert main(["compress", str(plain), "--replace"]) == 1  # as after a run that was stopped behind the exchange
+    assert "compressed already" in capsys.readouterr().err
 
 
 def test_a_pulled_model_that_was_replaced_is_still_whole(tmp_path: Path) -> None:

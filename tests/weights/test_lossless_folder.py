@@ -223,6 +223,19 @@ def test_a_compressed_folder_takes_the_place_of_its_source(tmp_path: Path) -> No
         compress_folder(plain, tmp_path / "again")
 
 
+def test_folders_within_are_copied(tmp_path: Path) -> None:
+    plain = write_model(tmp_path / "model")
+    for name in ("1_Pooling/config.json", "onnx/model.onnx", ".cache/config.json"):
+        (plain / name).parent.mkdir()
+        (plain / name).write_text(name)
+    compress_folder(plain, tmp_path / "packed")
+    restore_folder(tmp_path / "packed", tmp_path / "restored")
+    for folder in (tmp_path / "packed", tmp_path / "restored"):
+        found = sorted(str(path.relative_to(folder)) for path in folder.rglob("*/*"))
+        assert found == ["1_Pooling/config.json"]
+        assert (folder / found[0]).read_text() == found[0]
+
+
 def test_formats_that_gain_nothing_are_refused_by_name(tmp_path: Path) -> None:
     write_llama(tmp_path / "int4", "int4 g32")
     with pytest.raises(BadCheckpoint, match=r"would become .* smaller: .* of its bytes are packed codes \(INT4\)"):
