@@ -1,7 +1,8 @@
 """A file that keeps a model's packed matrices beside the model: they are packed once, and mapped at every later start.
 
-The file begins with a JSON header of fixed length: its key, and the place of every matrix. The key covers the model and
-the library, since processors differ in how they want codes packed. A file of another key is as good as none.
+The file begins with a JSON header of fixed length: its key, and the place of every matrix. The key covers the model, as
+its fingerprint and its files' sizes and times name it, and the library, since processors differ in how they want codes
+packed. A file of another key is as good as none.
 """
 
 import glob
@@ -52,7 +53,8 @@ class PackedFile:
     @classmethod
     def beside(cls, model: Path, fingerprint: str, library: Path) -> "PackedFile":
         """The file of a model and a library of kernels: in the model's folder, or next to its only file."""
-        digest = blake2b(fingerprint.encode() + library.read_bytes(), digest_size=16).hexdigest()
+        named = fingerprint + _files(model)  # the fingerprint alone covers samples: a few edited rows do not change it
+        digest = blake2b(named.encode() + library.read_bytes(), digest_size=16).hexdigest()
         folder, name = (model, "model") if model.is_dir() else (model.parent, model.name)
         return cls(folder / f".{name}.{digest[:8]}{_SUFFIX}", digest)
 
@@ -87,6 +89,8 @@ class PackedFile:
                         file.seek(places[name]["offset"])
                         file.write(packed.panels.data)
                     file.truncate(size)
+                    file.flush()
+                    os.fsync(file.fileno())  # a power cut must not leave a file whose name is there and numbers are not
                     os.replace(file.name, self._path)  # atomic: another process never maps a partial file
                 except BaseException:
                     os.unlink(file.name)
@@ -101,6 +105,13 @@ class PackedFile:
             with suppress(OSError):
                 if other.suffix == _SUFFIX or time.time() - other.stat().st_mtime > _ABANDONED_S:
                     other.unlink()
+
+
+def _files(model: Path) -> str:
+    """Names, sizes and times of the files that hold a model's weights."""
+    files = sorted(model.glob("*.safetensors")) if model.is_dir() else [model]
+    stats = [(each.name, each.stat()) for each in files if each.exists()]
+    return "".join(f"\n{name} {stat.st_size} {stat.st_mtime_ns}" for name, stat in stats)
 
 
 def _places(arrays: dict[str, PackedArray]) -> tuple[dict[str, dict[str, Any]], int]:

@@ -1,5 +1,6 @@
 """Matrices packed once: the file beside a model gives the same ones again, or none."""
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -64,6 +65,23 @@ def test_another_model_or_other_kernels_find_nothing_and_replace_the_file(model:
     save(other, matrices())
     [after] = kept(model)
     assert after != before
+
+
+def test_a_model_that_was_edited_in_place_is_packed_again(model: Path, library: Path, tmp_path: Path) -> None:
+    save(PackedFile.beside(model, "f1", library), matrices())
+    model.write_bytes(b"Weights, edited where the fingerprint has no sample")
+    assert PackedFile.beside(model, "f1", library).find("first") is None
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "gone.safetensors").symlink_to("nowhere")
+    names = set()
+    for n in range(2):
+        (folder / "model.safetensors").write_bytes(b"weights")
+        os.utime(folder / "model.safetensors", ns=(n, n))
+        file = PackedFile.beside(folder, "f1", library)
+        save(file, matrices())
+        names |= {path.name for path in folder.glob(".*.packed")}
+    assert len(names) == 2
 
 
 def test_a_damaged_file_is_as_good_as_none(model: Path, library: Path) -> None:
