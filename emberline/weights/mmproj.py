@@ -63,23 +63,23 @@ class MMProj:
     @classmethod
     def beside(cls, path: Path) -> "MMProj | None":
         """Open the file for a GGUF model in the same folder. Returns None if there is none that fits the model."""
-        name = best_mmproj(each.name for each in path.parent.glob("*") if each != path)
-        if name is None or path.suffix.lower() != ".gguf":
+        names = [each.name for each in path.parent.glob("*") if each != path]
+        if best_mmproj(names) is None or path.suffix.lower() != ".gguf":
             return None
-        model, file = GGUFFile.open(path), GGUFFile.open(path.parent / name)
+        model = GGUFFile.open(path)
         model.close()  # its metadata remain
-        found = cls(file, model)
-        if found._fits():
-            return found
-        file.close()
+        while (name := best_mmproj(names)) is not None:
+            names.remove(name)
+            file = GGUFFile.open(path.parent / name)
+            if _has_width_of(file, model) and (found := cls(file, model))._fits():
+                return found
+            file.close()
         return None
 
     def _fits(self) -> bool:
-        """True if the projector's architecture and width are the model's."""
-        if self._model.metadata.get("general.architecture") not in self.projector.architectures:
-            return False
-        hidden = self.text.whole("embedding_length")
-        return self.vision.whole("projection_dim", hidden) == hidden and self._image_token_id() is not None
+        """True if the projector is one of the model's architecture, and the model has its token."""
+        architecture = self._model.metadata.get("general.architecture")
+        return architecture in self.projector.architectures and self._image_token_id() is not None
 
     def _image_token_id(self) -> int | None:
         tokens = self._model.metadata.get("tokenizer.ggml.tokens")
@@ -167,6 +167,13 @@ class MMProj:
         shift = -1.0 if name == "mm.soft_emb_norm.weight" else 0.0  # llama.cpp adds Gemma's one
         location = FileLocation(self.file.path, tensor.offset)
         return Weight(name, tensor.shape, tensor.kind, raw, order, shift=shift, location=location)
+
+
+def _has_width_of(file: GGUFFile, model: GGUFFile) -> bool:
+    """True if a projector makes rows of the model's width. Else the file belongs to another model of the folder."""
+    text = Fields(model.metadata, "the GGUF metadata")
+    hidden = text.under(f"{text.text('general.architecture')}.").whole("embedding_length")
+    return Fields(file.metadata, file.path.name).under("clip.vision.").whole("projection_dim", hidden) == hidden
 
 
 def mmproj_processor(path: Path) -> ImageProcessor | None:

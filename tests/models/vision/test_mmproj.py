@@ -73,6 +73,19 @@ def test_other_projectors_are_refused_by_name(tmp_path: Path) -> None:
         load_tower(tiny_gguf(tmp_path / "m.gguf"), device="cpu", dtype=torch.float32)
 
 
+def test_files_for_models_of_another_width_are_passed_over(tmp_path: Path) -> None:
+    config = save_folder(tmp_path / "folder", "smolvlm")
+    tensors = {name: w.dense() for name, w in read_vision_tensors(tmp_path / "folder", "idefics3").items()}
+    wider = msgspec.structs.replace(config, hidden=2 * config.hidden)
+    write_mmproj(tmp_path / "mmproj-other-bf16.gguf", "internvl", wider, {})
+    model = tiny_gguf(tmp_path / "m.gguf", first_token="<image>")
+    assert read_image_processor(model) is None
+    write_mmproj(tmp_path / "mmproj-mine-f16.gguf", "idefics3", config, tensors)
+    processor = read_image_processor(model)
+    assert processor is not None
+    assert processor.family == "idefics3"
+
+
 def test_a_standard_deviation_of_zero_is_refused(tmp_path: Path) -> None:
     config = save_folder(tmp_path / "folder", "smolvlm")
     processor = msgspec.structs.replace(config.processor, std=(0.5, 0.0, 0.5))
