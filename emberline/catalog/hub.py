@@ -68,7 +68,8 @@ def fetch(source: HubSource, folder: Path, report: ReportProgress | None = None)
     Offline, the path is in the hub's own cache instead.
     """
     if is_offline():
-        return _cached(source)
+        with _translated_errors(source):
+            return _cached(source)
     from huggingface_hub import HfApi, hf_hub_download
     from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
 
@@ -208,6 +209,8 @@ def _translated_errors(source: HubSource) -> Iterator[None]:
 
     try:
         yield
+    except errors.HFValidationError as error:  # before it asks
+        raise BadInput(f"{source.repo[:100]!r} cannot be a repository of the hub: {str(error)[:200]}") from None
     except errors.LocalEntryNotFoundError as error:  # raised for a file when there is no connection
         raise _unreachable(source) from error
     except (errors.RevisionNotFoundError, errors.EntryNotFoundError) as error:

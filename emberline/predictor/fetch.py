@@ -179,7 +179,7 @@ def _download(weights: Weights, shared: Path, grant: FetchGrant, on_line: Callab
             )
         chosen = hashlib.sha256(msgspec.json.encode([info.sha, include, exclude])).hexdigest()[:16]
         folder = shared / f"{weights.repository.replace('/', '--')}-{chosen}"
-        with _locked(shared):
+        with locked(shared):
             if not folder.exists():
                 on_line(f"fetching {weights.repository}, {n_bytes / 2**20:.1f} MiB")
                 staging = folder.with_name(f".{folder.name}")
@@ -201,10 +201,10 @@ def _download(weights: Weights, shared: Path, grant: FetchGrant, on_line: Callab
 
 
 @contextmanager
-def _locked(shared: Path) -> Iterator[None]:
-    """Exclusive among all pushes that download."""
-    shared.mkdir(parents=True, exist_ok=True)
-    with (shared / ".lock").open("w") as file:
+def locked(folder: Path) -> Iterator[None]:
+    """Exclusive among all pushes that write into the folder, which is made if need be."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
@@ -212,7 +212,7 @@ def _locked(shared: Path) -> Iterator[None]:
 def remove_unused(shared: Path, used: Collection[str]) -> None:
     """Remove the downloads that no version uses."""
     if shared.is_dir():
-        with _locked(shared):
+        with locked(shared):
             for folder in shared.iterdir():
                 if folder.is_dir() and str(folder) not in used:
                     shutil.rmtree(folder, ignore_errors=True)

@@ -11,10 +11,15 @@ from emberline.protocol.errors import BadInput, Unsupported
 
 CONFIG = "cog.yaml"
 MAX_CONFIG_BYTES = 1 << 20
+MAX_ALIASES = 16  # of YAML: each can double what comes of the file
 _VERSION = re.compile(r"3\.\d{1,2}(\.\d{1,3})?")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-# A requirement: a name, extras, versions and a marker. No address, path or option, which pip would follow.
-_REQUIREMENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(\[[A-Za-z0-9,._ -]*\])?\s*([<>=!~][^;@/\\]*)?(;[^@]*)?")
+# A requirement: a name, extras, versions and a marker, in one line. No address, path, option or variable of the
+# environment, which pip would follow: code of a source package would run outside of the sandbox.
+_REQUIREMENT = re.compile(
+    r"(?!.*[ \t]-)[A-Za-z0-9][A-Za-z0-9._-]*(\[[A-Za-z0-9,._ -]*\])?[ \t]*([<>=!~][A-Za-z0-9.*+!_<>=~, \t-]*)?"
+    r"""(;[A-Za-z0-9.*+!_<>=~,'"() \t-]*)?"""
+)
 
 
 # A repository of the hub in `weights`: hf://org/name, with a revision if there is one.
@@ -63,7 +68,10 @@ def read_project(folder: Path) -> Project:
     if path.stat().st_size > MAX_CONFIG_BYTES:
         raise BadInput(f"{path} is too large")
     try:
-        given = yaml.safe_load(path.read_bytes())
+        raw = path.read_bytes()
+        if sum(isinstance(event, yaml.AliasEvent) for event in yaml.parse(raw, yaml.SafeLoader)) > MAX_ALIASES:
+            raise BadInput(f"{path} has more than {MAX_ALIASES} aliases (`*NAME`): write them out")
+        given = yaml.safe_load(raw)
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise BadInput(f"{path} is not YAML: {str(error)[:300]}") from None
     if not isinstance(given, dict):

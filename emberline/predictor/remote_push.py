@@ -5,9 +5,13 @@ that makes a file executable. Pushed models share a quota on disk.
 """
 
 import io
+import lzma
+import shutil
 import tarfile
 import tempfile
+import zlib
 from pathlib import Path, PurePosixPath
+from typing import Self
 
 from emberline.catalog.download import folder_bytes
 from emberline.catalog.model_store import ModelStore
@@ -18,6 +22,23 @@ from emberline.predictor.fetch import FetchGrant
 from emberline.predictor.versions import LEFT_OUT, MAX_PROJECT_FILES, PredictorVersions, PushSettings
 from emberline.protocol.errors import BadInput, Forbidden, TooLarge
 from emberline.protocol.prediction import Manifest, Pushed, Resources
+
+MAX_HEADER_BYTES = 1 << 20  # of a long name, or of what pax adds to one: `tarfile` reads it whole
+_LONG_HEADERS = (
+    *(tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE),
+    *(tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK),
+)
+
+
+class _Member(tarfile.TarInfo):
+    """A member with bounded further headers: a small compressed archive can have one that fills the memory."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
+        found = super().frombuf(buf, encoding, errors)
+        if found.type in _LONG_HEADERS and found.size > MAX_HEADER_BYTES:
+            raise BadInput(f"the archive has a header of {found.size >> 20} MiB, which is no name of a file")
+        return found
 
 
 class RemotePushes:
@@ -65,7 +86,7 @@ def unpack(archive: bytes, folder: Path, max_bytes: int) -> None:
     TooLarge beyond `max_bytes`."""
     n_bytes = n_files = 0
     try:
-        with tarfile.open(fileobj=io.BytesIO(archive)) as members:
+        with tarfile.open(fileobj=io.BytesIO(archive), tarinfo=_Member) as members:
             for member in members:
                 path = PurePosixPath(member.name)
                 if path.is_absolute() or ".." in path.parts or not (member.isfile() or member.isdir()):
@@ -83,9 +104,10 @@ def unpack(archive: bytes, folder: Path, max_bytes: int) -> None:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 content = members.extractfile(member)
                 assert content is not None
-                target.write_bytes(content.read())
+                with target.open("wb") as file:
+                    shutil.copyfileobj(content, file)
                 target.chmod(0o755 if member.mode & 0o100 else 0o644)
-    except (tarfile.TarError, EOFError, OSError, ValueError) as error:
+    except (tarfile.TarError, zlib.error, lzma.LZMAError, EOFError, OSError, ValueError) as error:
         raise BadInput(f"the body is not a tar archive of a project: {error}") from None
 
 

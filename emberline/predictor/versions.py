@@ -9,13 +9,14 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
 
 from emberline.predictor import environments
 from emberline.predictor.environments import Environment
-from emberline.predictor.fetch import FetchGrant, place_weights, remove_unused, run_setup
+from emberline.predictor.fetch import FetchGrant, locked, place_weights, remove_unused, run_setup
 from emberline.predictor.project import Project, read_project
 from emberline.predictor.schema import openapi, read_signature
 from emberline.protocol.errors import BadInput, ModelNotFound, TooLarge, Unsupported
@@ -77,9 +78,9 @@ class PredictorVersions:
             raise Unsupported(f"{project.reference}: {slots} concurrent predictions need `async def`")
         environment = self._build(self._environments, project.requirements, project.python, on_line)
         model_folder = self.root / name
-        model_folder.mkdir(parents=True, exist_ok=True)
         staging = model_folder / f".push-{os.getpid()}"
-        try:
+        with locked(model_folder), ExitStack() as at_end:  # another push of the model waits
+            at_end.callback(shutil.rmtree, staging, ignore_errors=True)
             digest = _copy(project.folder, staging / "src", settings.max_bytes)
             document = msgspec.json.encode(openapi(signature))
             (staging / "src" / ".cog").mkdir(exist_ok=True)
@@ -112,8 +113,6 @@ class PredictorVersions:
                 manifest = run_setup(manifest, staging, settings.fetch, secrets, on_line)
             (staging / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
             staging.rename(model_folder / f"v{number}")
-        finally:
-            shutil.rmtree(staging, ignore_errors=True)
         on_line(f"{manifest.model} version {number}")
         return manifest
 

@@ -161,6 +161,16 @@ def test_a_malformed_name_is_refused(spec: str) -> None:
         hub.parse(spec)
 
 
+@pytest.mark.parametrize("offline", ["0", "1"])
+@pytest.mark.parametrize("spec", ["hf:or--g/tiny", "hf:org/tiny.git", f"hf:org/{'a' * 200}"])
+def test_a_name_that_the_hub_does_not_allow_is_refused(
+    spec: str, offline: str, store: ModelStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", offline)
+    with pytest.raises(BadInput, match="cannot be a repository of the hub"):
+        pull(spec, store)
+
+
 @pytest.mark.parametrize(
     ("spec", "source"),
     [

@@ -1,5 +1,6 @@
 """Cog projects as their authors write them, and what is refused by name."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -43,11 +44,16 @@ image: r8.im/me/Thing:1
         ("build: {python_packages: ['git+https://x/y']}", "addresses, paths and options of pip are not followed"),
         ("build: {python_packages: ['--index-url=http://x']}", "not a package's name"),
         ("build: {python_packages: ['x @ file:///etc']}", "not a package's name"),
+        ('build: {python_packages: ["six; a<b\\n--no-binary :all:\\n/tmp/x"]}', "not a package's name"),
+        ('build: {python_packages: ["six\\n==1"]}', "not a package's name"),
+        ("build: {python_packages: ['six; a<b --config-settings=x=y']}", "not a package's name"),
+        ("build: {python_packages: ['six==${SECRET}']}", "not a package's name"),
         ("build: {python_requirements: ../secret}", "is not a file of the project"),
         ("environment: [LD_PRELOAD=x]", "LD_PRELOAD is set by the server"),
         ("concurrency: {max: -1}", "from 1 to 256"),
         ("run: '../x.py:Runner'", "is not a file of the project"),
         ("x: [", "is not YAML"),
+        (f"a: &a [x]\nbuild: {{python_packages: [{', '.join(['*a'] * 17)}]}}", "more than 16 aliases"),
         ("x: &a [*a, *a]\nrun: 3", "must name a file and a class"),
     ],
 )
@@ -83,6 +89,21 @@ def test_versions_are_numbered_and_kept(versions: PredictorVersions, tmp_path: P
         versions.find("@me/thing", 9)
     with pytest.raises(ModelNotFound):
         versions.list("@me/../x")
+
+
+@pytest.mark.slow
+def test_pushes_of_a_model_at_once_are_versions_of_their_own(versions: PredictorVersions, tmp_path: Path) -> None:
+    folders = [write_project(tmp_path / f"p{n}", SOURCE.replace("return a", f"return a * {n}")) for n in range(4)]
+    for folder in folders:
+        for n in range(50):
+            (folder / f"data{n}").write_text(folder.name)
+    with ThreadPoolExecutor() as pool:
+        pushed = list(pool.map(lambda folder: versions.push(folder, PushSettings(name="thing"), print), folders))
+    assert sorted(each.version for each in pushed) == [1, 2, 3, 4]
+    for folder, each in zip(folders, pushed, strict=True):
+        source = versions.path(each).parent / "src"
+        assert (source / "run.py").read_text() == (folder / "run.py").read_text()
+        assert {path.read_text() for path in source.glob("data*")} == {folder.name}
 
 
 @pytest.mark.slow

@@ -1,7 +1,11 @@
 """Pushes over HTTP: off by default, archives of files alone, a quota of all models."""
 
+import gzip
 import io
+import lzma
+import random
 import tarfile
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -63,9 +67,28 @@ def test_archives_have_files_and_folders_alone(hostile: tarfile.TarInfo, tmp_pat
 
 
 def test_bytes_that_are_no_archive(tmp_path: Path) -> None:
-    for data in (b"", b"x" * 2000, pack(write_project(tmp_path / "p", SOURCE))[:60]):
+    packed = pack(write_project(tmp_path / "p", SOURCE))
+    whole = lzma.compress(archive_of((member("a"), random.Random(0).randbytes(1 << 18).hex().encode())))
+    broken = whole[: len(whole) // 2] + bytes(100) + whole[len(whole) // 2 + 100 :]
+    for data in (b"", b"x" * 2000, packed[:60], broken):
         with pytest.raises(BadInput, match="is not a tar archive"):
             unpack(data, tmp_path / "q", 1 << 20)
+
+
+def test_an_archive_that_grows_takes_little_memory(tmp_path: Path) -> None:
+    n_bytes = 64 << 20
+    file, header = member("a"), member("a", tarfile.XHDTYPE)
+    file.size = header.size = n_bytes
+    content = gzip.compress(bytes(n_bytes), 1)
+    tracemalloc.start()
+    try:
+        unpack(gzip.compress(file.tobuf()) + content, tmp_path / "q", 2 * n_bytes)
+        with pytest.raises(BadInput, match="header of 64 MiB"):
+            unpack(gzip.compress(header.tobuf()) + content, tmp_path / "r", 2 * n_bytes)
+        assert tracemalloc.get_traced_memory()[1] < n_bytes // 4
+    finally:
+        tracemalloc.stop()
+    assert (tmp_path / "q" / "a").stat().st_size == n_bytes
 
 
 def test_it_is_off_by_default_and_has_a_quota(versions_of_nothing: PredictorVersions, tmp_path: Path) -> None:
