@@ -82,6 +82,10 @@ class StepInputs:
         """Positions that rotate queries and keys: of time, height and width, or one for all."""
         return self.positions if self.rope_positions is None else self.rope_positions
 
+    def of_tokens(self) -> StepInputs:
+        """The step for a drafter, which reads token ids at their own positions, and neither images nor scores."""
+        return replace(self, images=None, rope_positions=None, scored=None)
+
 
 class Decoder:
     """Weights in the backend's layout, and the forward pass over them."""

@@ -194,7 +194,7 @@ class GpuDraftHead(DraftHead):
     def write_entries(self, step: StepInputs, hidden: Tensor, pool: Tensor, embeds: Tensor) -> None:
         """Entries for the step's tokens, and nothing else. embeds: memory for their embeddings; `hidden` is lost."""
         attn = self.layer.attention
-        step = replace(step, block_tables=step.block_tables[self.group :])
+        step = replace(step.of_tokens(), block_tables=step.block_tables[self.group :])
         if self._others or isinstance(attn, LatentAttention):  # the entries of later layers need what these attend to
             self.extend_in_place(step, hidden, pool, embeds)
             return

@@ -13,6 +13,7 @@ from emberline.engine.images.tower_loading import open_images
 from emberline.engine.runners.cpu.torch_runner import TorchRunner
 from emberline.engine.runners.gpu.runner import GpuRunner
 from emberline.engine.worker.build import build_scheduler
+from emberline.kernels import draft_chain
 from emberline.kv.cache import KVCache
 from emberline.models.registry import load_model
 from emberline.protocol.frames import EngineLoad
@@ -128,12 +129,29 @@ def _patches(pixels: torch.Tensor, family: str) -> torch.Tensor:
     return pixels.view(3, height, 4, width, 4).permute(1, 3, 0, 2, 4).reshape(-1, 3, 4, 4)
 
 
+class ChainKernels(HostKernels):
+    """With those of a draft model."""
+
+    begin_chain = staticmethod(draft_chain.begin_chain)
+
+    def draw_drafts(self, logits: Any, table: Any, target_ids: Any, step: int, drafts: Any, to: Any) -> None:
+        """Draw the next draft of each row."""
+        draft_chain.draw_drafts(logits, table.rows.__getitem__, target_ids, TEXT["vocab_size"], step, drafts, to)
+
+
 class SmallEngine:
     """A model of a folder with its tower, on one of the runners."""
 
     def __init__(
-        self, folder: Path, runner: type[Any] = TorchRunner, token_budget: int = 64, n_blocks: int = 40
+        self,
+        folder: Path,
+        runner: type[Any] = TorchRunner,
+        token_budget: int = 64,
+        n_blocks: int = 40,
+        head: Any = None,
+        speculation: Any = None,
     ) -> None:
+        """head: a draft model for a GpuRunner."""
         model = load_model(open_checkpoint(folder), "cpu", threads=1)
         self.backend = model.backend
         args = Namespace(
@@ -150,11 +168,15 @@ class SmallEngine:
         images = open_images(config, args, model, "cpu")
         assert images is not None
         limits = Limits(16 * (n_blocks - 1), TEXT["vocab_size"], (), args.max_running, token_budget)
-        sizes = [n_blocks] * len(model.kv_groups)
-        cache = KVCache(model.kv_groups, sizes, chunk=token_budget)
-        scheduler = build_scheduler(cache, limits, "small", images=images.feature)
+        groups = (*model.kv_groups, *(() if head is None else head.kv_groups))
+        sizes = [n_blocks] * len(groups)
+        cache = KVCache(groups, sizes, chunk=token_budget)
+        scheduler = build_scheduler(cache, limits, "small", speculation=speculation, images=images.feature)
         if runner is GpuRunner:
-            made = GpuRunner(model, sizes, limits, "cpu", HostKernels(), HostTable(), images=images.rows)
+            made = GpuRunner(
+                model, sizes, limits, "cpu", ChainKernels(), HostTable(), speculates=head is not None, head=head,
+                images=images.rows,
+            )  # fmt: skip
             self.loop = StepLoop(scheduler, made, steps_in_flight=2)
         else:
             self.loop = StepLoop(scheduler, TorchRunner(model, sizes, limits, images=images.rows))

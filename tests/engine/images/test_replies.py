@@ -7,8 +7,12 @@ import pytest
 
 from emberline.engine.runners.cpu.torch_runner import TorchRunner
 from emberline.engine.runners.gpu.runner import GpuRunner
+from emberline.models.draft_model import DraftModel
+from emberline.models.registry import load_model
 from emberline.protocol.errors import BadInput
+from emberline.weights.checkpoint import open_checkpoint
 from tests.engine.images.small_engine import Prompt, SmallEngine
+from tests.engine.runners.gpu.test_draft_model_chain import Drafting
 from tests.models.vision.small_vision_models import MODELS, TEXT, save_vision_model
 
 SLOW = pytest.mark.slow
@@ -95,6 +99,19 @@ def test_a_returning_conversation_encodes_nothing(model: tuple[Path, Any], famil
     engine.loop.purge(None, b"")  # the KV is forgotten, the rows are not
     assert engine.replies(prompt.request("turn-3")) == [prompt.expected(reference)]
     assert (engine.load.image_tiles_encoded, engine.load.image_tiles_reused) == (3, 6)
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl"])
+def test_a_draft_model_reads_token_ids_alone(model: tuple[Path, Any], family: str, tmp_path: Path) -> None:
+    """It has neither M-RoPE nor layers that rows of images are added behind."""
+    folder, reference = model
+    save_vision_model(tmp_path, "idefics3")
+    decoder = load_model(open_checkpoint(tmp_path), "cpu", threads=1)
+    draft, speculation = DraftModel(decoder, "0123456789abcdef", 2, TEXT["vocab_size"]), Drafting(4)
+    engine = SmallEngine(folder, GpuRunner, head=draft, speculation=speculation)
+    prompt = Prompt(folder, family, [0, 2], seed=5)
+    assert engine.replies(prompt.request("a")) == [prompt.expected(reference)]
+    assert speculation.n_drafted
 
 
 @pytest.mark.parametrize("family", ["idefics3"])

@@ -76,7 +76,7 @@ class DraftModelChain(ChainOfDrafts):
         accepted are made again, as the target's are."""
         tables = step.block_tables[self._first_group :]
         shape = replace(step.shape, shared_prefix=None, prefix_lens=None)
-        own = replace(step, block_tables=tables, sample_tokens=self._none, shape=shape)
+        own = replace(step.of_tokens(), block_tables=tables, sample_tokens=self._none, shape=shape)
         self._model.forward(own, self._pools)
 
     def run(self, shape: ChainShape) -> Tensor:
