@@ -52,8 +52,8 @@ class PromptCore:
     def first_token(self, request_id: str, cached_tokens: int) -> None:
         pass
 
-    async def finalize(self, end: RequestEnd) -> None:
-        pass
+    async def finalize(self, end: RequestEnd) -> int:
+        return 0
 
     def __getattr__(self, name: str) -> Any:
         return None

@@ -204,7 +204,7 @@ def _log_request(call: HttpExchange, clock: Clock) -> None:
     A task's line has neither an error's status nor the client's own request id."""
     scope = call.scope
     is_probe = scope["path"] in PROBES or scope["path"].startswith(ASSETS)
-    has_line = call.admitted_ns > 0 and call.status < 400 and "x-request-id" not in call.headers
+    has_line = call.works and call.works[-1].admitted_ns and call.status < 400 and "x-request-id" not in call.headers
     is_quiet = is_probe or has_line
     level = logging.DEBUG if is_quiet else logging.INFO
     if not log.isEnabledFor(level):

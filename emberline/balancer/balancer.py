@@ -291,7 +291,10 @@ class Balancer:
             if worker.breaker.state != "closed":
                 worker.breaker.sent()
                 self.fleet.readiness_changed(worker)
-        record.decode_share_s, record.prefill_share_s = decode.share_s(now_s), prefill.share_s(now_s)
+        if decode.capacity.n_devices:
+            record.decode_share_s = decode.share_s(now_s)
+        if prefill is not decode and prefill.capacity.n_devices:
+            record.prefill_share_s = prefill.share_s(now_s)
         self.ledger.charge(record, decode.in_flight, prefill.in_flight, now_s)
         self._pools[record.pool].routed(record.uncached_tokens, now_s)
         name = "" if prefill is decode else prefill.name
@@ -307,7 +310,7 @@ class Balancer:
         in_flight, reports = worker.in_flight, worker.reports
         own_share = reports.own_share(in_flight.prefill_tokens)
         if record.prefill is not record.decode:
-            record.device_s += (worker.share_s(now_s) - record.prefill_share_s) * worker.capacity.n_devices
+            self._count_prefill_time(record, now_s)
         self.ledger.prefilled(record)
         cost, predicted_s = self.settings.cost, record.work_us * 1e-6
         if cached_tokens is not None and 0 <= cached_tokens < record.total_tokens:
@@ -336,7 +339,12 @@ class Balancer:
         assert record.route is not None
         route = record.route
         loads = {route.decode: record.decode, route.prefill or route.decode: record.prefill}
-        self._count_device_time(record, now_s)
+        decode = self._workers.get(route.decode)
+        if decode is not None and decode.capacity.n_devices and decode.in_flight is record.decode:
+            share_s = decode.share_s(now_s) - record.decode_share_s
+            record.device_s += share_s * record.request.n * decode.capacity.n_devices
+        if record.prefill is not record.decode:
+            self._count_prefill_time(record, now_s)
         self.ledger.release(record)
         for name, load in loads.items():
             worker = self._workers.get(name)
@@ -355,14 +363,11 @@ class Balancer:
             if self.queue.n_waiting:
                 self.has_room(worker)
 
-    def _count_device_time(self, record: InFlightRequest, now_s: float) -> None:
-        """Add the record's part of the time of the workers that it is on."""
-        decode, prefill = self._workers.get(record.route.decode if record.route else ""), self._prefill_worker(record)
-        if decode is not None and decode.in_flight is record.decode:
-            share_s = decode.share_s(now_s) - record.decode_share_s
-            record.device_s += share_s * record.request.n * decode.capacity.n_devices
-        if prefill is not None and prefill is not decode and record.request.id in prefill.in_flight.pending:
-            record.device_s += (prefill.share_s(now_s) - record.prefill_share_s) * prefill.capacity.n_devices
+    def _count_prefill_time(self, record: InFlightRequest, now_s: float) -> None:
+        """Add the record's part of the time of a worker that has only its prompt."""
+        worker = self._prefill_worker(record)
+        if worker is not None and record.request.id in worker.in_flight.pending:
+            record.device_s += (worker.share_s(now_s) - record.prefill_share_s) * worker.capacity.n_devices
 
     def _refused(self, record: InFlightRequest, error: EmberlineError, hand_out: bool = False) -> None:
         """Refuse a request. One that had a worker before stays on record until its owner ends it."""

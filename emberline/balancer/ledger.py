@@ -149,7 +149,7 @@ class InFlightRequest:
     reply_tokens: int = 0  # predicted, of all its sequences
     started: int | None = None  # what it adds to `InFlightLoad.started`
     dispatched_s: float = 0.0
-    decode_share_s: float = 0.0  # `DeviceTime.share_s` of its workers when it was dispatched
+    decode_share_s: float = 0.0  # `Worker.share_s` of its workers when it was dispatched
     prefill_share_s: float = 0.0
     device_s: float = 0.0  # its part of the time of workers that it has left
     first_token_s: float | None = None

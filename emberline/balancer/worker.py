@@ -65,21 +65,6 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     index_blocks: int
 
 
-@dataclass(slots=True)
-class DeviceTime:
-    """Divides a worker's time among its requests: every second goes in equal parts to the sequences that are there."""
-
-    share_s: float = 0.0  # the part of a sequence that has been there all along
-    _at_s: float = 0.0
-
-    def advance(self, n: int, now_s: float) -> float:
-        """Returns `share_s` as of now. `n`: the sequences that were there since the last call."""
-        if n:
-            self.share_s += (now_s - self._at_s) / n
-        self._at_s = now_s
-        return self.share_s
-
-
 @dataclass(slots=True, eq=False)
 class Worker:
     endpoint: Endpoint
@@ -102,7 +87,8 @@ class Worker:
     prefill_speed: SpeedEstimate = field(default_factory=SpeedEstimate)
     decode_speed: SpeedEstimate = field(default_factory=SpeedEstimate)
     mean_request_s: float = 1.0  # smoothed
-    device_time: DeviceTime = field(default_factory=DeviceTime)
+    _share_s: float = 0.0  # see `share_s`
+    _share_at_s: float = 0.0
     fetch_costs: tuple[FetchCost, ...] = ()  # of its tiers, the pool included, as far as they work
     _recent_tokens: float = 0.0
     _recent_at_s: float = 0.0
@@ -121,8 +107,12 @@ class Worker:
         self.slot_bits = 1 << slot | (0 if old_slot is None else 1 << old_slot)
 
     def share_s(self, now_s: float) -> float:
-        """The part that a sequence would have had of this worker's time until now, had it been there all along."""
-        return self.device_time.advance(self.in_flight.total, now_s)
+        """The part that a sequence would have had of this worker's time until now, had it been there all along: every
+        second goes in equal parts to the sequences that are there. Called before their number changes."""
+        if n := self.in_flight.active + self.in_flight.pushes:
+            self._share_s += (now_s - self._share_at_s) / n
+        self._share_at_s = now_s
+        return self._share_s
 
     # --- health ------------------------------------------------------------------------------------------------------
 

@@ -135,7 +135,7 @@ class Preparer:
             images: tuple[PromptImage, ...] = ()
             if info.images is not None:
                 images = _prompt_images(info.images, prompt.ids, request, messages, pixels)
-            sampling = _fit(asked, prompt.n_ids, context_len, _prompt_field(request))
+            sampling = _fit(asked, prompt.n_ids, context_len, request)
             if sampling.prompt_logprobs is not None:
                 _check_scored(sampling.prompt_logprobs, prompt.n_ids)
             if request.suffix is not None and text.fill_in_middle is not None:
@@ -383,16 +383,16 @@ def _left_to_model(request: GenerateRequest) -> tuple[str, ...]:
     return tuple(name for name in names if name != "repetition_penalty") if copies else names
 
 
-def _fit(sampling: SamplingParams, n_prompt: int, context_len: int, field: str) -> SamplingParams:
+def _fit(sampling: SamplingParams, n_prompt: int, context_len: int, request: GenerateRequest) -> SamplingParams:
     """Clip the reply to what the context leaves; refuse a prompt that leaves nothing."""
     if n_prompt == 0:
-        raise BadInput("the prompt is empty", param=field)
+        raise BadInput("the prompt is empty", param=_prompt_field(request))
     room = context_len - n_prompt
     if room < 1:
         raise ContextExceeded(
             f"the prompt has {n_prompt} tokens, and the context of {context_len} must also hold the reply: "
             f"shorten the prompt to {context_len - 1} tokens or fewer",
-            param=field,
+            param=_prompt_field(request),
         )
     max_tokens = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
     return msgspec.structs.replace(sampling, max_tokens=max_tokens, min_tokens=min(sampling.min_tokens, max_tokens))

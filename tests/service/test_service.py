@@ -166,7 +166,9 @@ async def test_a_request_from_beginning_to_end(service: Service, engine: FakeEng
         created_us=row.created_us,
         first_token_us=row.first_token_us,
         finished_us=row.finished_us,
+        device_ms=row.device_ms,
     )
+    assert 0 <= row.device_ms <= (row.finished_us - row.created_us) / 1000 + 1
     assert in_flight(service) == 0
 
 

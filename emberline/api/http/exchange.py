@@ -217,7 +217,7 @@ class HttpExchange:
         self.field_names = FieldNames()
         self.rate_limits: RateLimits | None = None  # of a caller who exceeds them
         self.wants_cost = self.headers.get("x-emberline-cost", "").lower() in ("true", "1")
-        self._works: list[Work] = []  # that the call has the service run
+        self.works: list[Work] = []  # that the call has the service run
         self.dialect: Dialect
         self.principal: Principal  # set on routes that need a key
 
@@ -382,7 +382,7 @@ class HttpExchange:
     def id_headers(self) -> HeaderList:
         """The request id, and neurons, as Cloudflare's clients read them from a generation's response."""
         ids, cost_pico, neurons = (b"cf-ai-req-id", self.id.encode()), 0, None
-        for work in self._works:
+        for work in self.works:
             completed = work.completed
             if completed is not None and completed.price is not None and completed.cost_pico is not None:
                 cost_pico += completed.cost_pico
@@ -398,18 +398,18 @@ class HttpExchange:
     @property
     def admitted_ns(self) -> int:
         """Monotonic time when a loaded model took the task that was run last; 0 if none has yet."""
-        return self._works[-1].admitted_ns if self._works else 0
+        return self.works[-1].admitted_ns if self.works else 0
 
     @property
     def sequence_ids(self) -> SequenceIds | None:
         """Token ids of the task that ended last. Returns None if our engines have not computed it."""
-        completed = self._works[-1].completed if self._works else None
+        completed = self.works[-1].completed if self.works else None
         return completed.result if completed is not None and isinstance(completed.result, SequenceIds) else None
 
     @property
     def usage(self) -> Usage:
         """Usage of the task that ended last, with its cost if the client asked for that."""
-        return next((work.completed.usage for work in reversed(self._works) if work.completed is not None), Usage())
+        return next((work.completed.usage for work in reversed(self.works) if work.completed is not None), Usage())
 
     @cached_property
     def query(self) -> dict[str, str]:
@@ -457,7 +457,7 @@ class HttpExchange:
                 account = self.principal.account
                 card = models.find(task.model, account, alias_caller(account, task.session, self.id))
             work.card, work.target = card, self.target if card is self.card else None
-        self._works.append(work)
+        self.works.append(work)
         return self.service.run(work)
 
     async def result(self, task: Task) -> Any:
@@ -491,7 +491,7 @@ class HttpExchange:
     async def start(self, status: int, headers: HeaderList) -> None:
         self.status = status
         limits = self.rate_limits
-        for work in reversed(self._works):
+        for work in reversed(self.works):
             limits = limits or work.rate_limits
         if limits is not None:
             headers = [*headers, *rate_limit_headers(limits, self.dialect)]

@@ -7,7 +7,6 @@ A field that other servers know and that would change the answer is refused by n
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -65,20 +64,32 @@ def declared_fields(struct: type[Any]) -> dict[str, bool]:
     return {field.encode_name: field.type is msgspec.Raw for field in msgspec.structs.fields(struct)}
 
 
-def unknown_fields(fields: Mapping[str, Raw], kind: Any) -> tuple[str, ...]:
+def unknown_fields(fields: Mapping[str, Any], kind: Any) -> tuple[str, ...]:
     """Names of the fields of a body that are neither fields of the struct `kind` nor without an effect.
 
-    A nested field has its path as name, without numbers in lists: `messages[].contnt`. A nested field that is null
-    asks for nothing. A `kind` that is no struct takes every name."""
+    `fields` are the body's, decoded or Raw. A nested field has its path as name, without numbers in lists:
+    `messages[].contnt`. A nested field that is null asks for nothing. A `kind` that is no struct takes every name."""
     if not isinstance(kind, type) or not issubclass(kind, msgspec.Struct):
         return ()
     known = _known(kind)
     found = {} if known.names.issuperset(fields) else dict.fromkeys(name for name in fields if name not in known.names)
     for name, shape in known.nested.items():
-        if (value := fields.get(name)) is not None:
-            with suppress(msgspec.DecodeError, RecursionError):  # a number out of range, where no struct reads it
-                _add_nested(msgspec.json.decode(value), shape, name, found)
+        value = fields.get(name)
+        if isinstance(value, Raw):
+            try:
+                value = msgspec.json.decode(value)
+            except (msgspec.DecodeError, RecursionError):  # a number out of range, where no struct reads it
+                continue
+        if isinstance(value, dict | list):
+            _add_nested(value, shape, name, found)
     return tuple(found)
+
+
+@cache
+def has_nested_fields(kind: Any) -> bool:
+    """True if `unknown_fields` looks into the fields of the struct `kind`, none of which is left Raw."""
+    is_struct = isinstance(kind, type) and issubclass(kind, msgspec.Struct)
+    return is_struct and bool(_known(kind).nested) and not _known(kind).has_raw
 
 
 @dataclass(slots=True)
@@ -87,6 +98,7 @@ class _Fields:
 
     names: frozenset[str]
     nested: dict[str, "_Shape"] = field(default_factory=dict)
+    has_raw: bool = False  # a field that is left undecoded
 
 
 @dataclass(slots=True)
@@ -105,6 +117,7 @@ def _known(kind: type[msgspec.Struct]) -> _Fields:
     known = _fields_of(found, {})
     known.names |= NO_EFFECT
     known.nested.pop("metadata", None)  # holds what the client likes
+    known.has_raw = any(_is_raw(each) for one in found.fields for each in _alternatives(one.type))
     return known
 
 
@@ -135,6 +148,10 @@ def _shape_of(kind: inspect.Type, made: dict[type, _Fields]) -> _Shape | None:
     return shape if shape.objects or shape.elements else None
 
 
+def _is_raw(kind: inspect.Type) -> bool:
+    return isinstance(kind, inspect.RawType) or (isinstance(kind, inspect.ListType) and _is_raw(kind.item_type))
+
+
 def _alternatives(kind: inspect.Type) -> Iterator[inspect.Type]:
     """The types of a union, without their annotations, or the type itself."""
     if isinstance(kind, inspect.Metadata):
@@ -149,23 +166,26 @@ def _alternatives(kind: inspect.Type) -> Iterator[inspect.Type]:
 
 def _add_nested(value: Any, shape: _Shape, path: str, found: dict[str, None]) -> None:
     """Add the paths of the unknown fields inside a value, which its struct's decoder has accepted."""
+    values = [value]
     if isinstance(value, list):
-        if shape.elements is not None:
-            path += "[]"
-            for element in value:
-                _add_nested(element, shape.elements, path, found)
-    elif isinstance(value, dict) and shape.objects:
-        tag = value.get(shape.tag_field)
-        known = shape.objects.get(tag) if isinstance(tag, str) else next(iter(shape.objects.values()))
-        if known is None:  # of a type that only other servers know
+        if shape.elements is None:
             return
-        if not known.names.issuperset(value):
-            for name, given in value.items():
-                if name not in known.names and given is not None:
-                    found[f"{path}.{name}"] = None
-        for name, inner in known.nested.items():
-            if isinstance(given := value.get(name), dict | list):
-                _add_nested(given, inner, f"{path}.{name}", found)
+        values, shape, path = value, shape.elements, f"{path}[]"
+    for one in values:
+        if isinstance(one, list):
+            _add_nested(one, shape, path, found)
+        elif isinstance(one, dict) and shape.objects:
+            tag = one.get(shape.tag_field)
+            known = shape.objects.get(tag) if isinstance(tag, str) else next(iter(shape.objects.values()))
+            if known is None:  # of a type that only other servers know
+                continue
+            if not known.names.issuperset(one):
+                for name, given in one.items():
+                    if name not in known.names and given is not None:
+                        found[f"{path}.{name}"] = None
+            for name, inner in known.nested.items():
+                if isinstance(given := one.get(name), dict | list):
+                    _add_nested(given, inner, f"{path}.{name}", found)
 
 
 def warning(unknown: Sequence[str]) -> bytes:

@@ -5,14 +5,14 @@ came. A request that is served here is decoded as a whole.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 from msgspec import Raw
 
 from emberline.api.http.decode_errors import explain
 from emberline.api.http.errors import NoBody
-from emberline.api.http.unknown_fields import declared_fields, unknown_fields
+from emberline.api.http.unknown_fields import declared_fields, has_nested_fields, unknown_fields
 from emberline.protocol.errors import BadInput, TooLarge
 from emberline.protocol.request import session_name
 
@@ -87,8 +87,19 @@ class Wire:
 
     def decode(self, decoder: msgspec.json.Decoder[T]) -> T:
         """Decode the whole body. Raises BadInput, which names the field that is wrong."""
-        found = _decode(self.raw, decoder) if self.fields else decode(self.raw, decoder)
-        self.ignore_all_but(decoder.type)
+        if not self.fields:
+            return decode(self.raw, decoder)
+        raw, kind = self.raw, cast(Any, decoder.type)
+        if has_nested_fields(kind):
+            try:  # one pass for both: the check for unknown fields needs all names
+                values = msgspec.json.decode(raw)
+                found: T = msgspec.convert(values, kind, str_keys=True)
+                self.unknown = unknown_fields(values, kind)
+                return found
+            except UNREADABLE:
+                pass
+        found = _decode(raw, decoder)  # tells what is wrong
+        self.ignore_all_but(kind)
         return found
 
     def ignore_all_but(self, kind: Any) -> None:

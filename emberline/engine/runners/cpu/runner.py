@@ -92,6 +92,7 @@ class CpuRunner:
     """Owns the KV pools and the step buffers. Buffers are reused: a step's inputs are valid until the next launch."""
 
     memory: HostMemory | None = None  # memory of the pools; other processes may write it if it is shared
+    head: Any = None  # what drafts here; see `torch_runner`
 
     def __init__(
         self,

@@ -144,7 +144,7 @@ def test_sampling_parameters_reach_the_sampler(monkeypatch):
         seen.extend((r.seed, r.position, r.banned, r.prompt_ids, r.output_ids, r.logit_bias) for r in rows)
         return sampling.sample(logits, rows)
 
-    monkeypatch.setattr("emberline.engine.runners.cpu.torch_runner.sample", sample)
+    monkeypatch.setattr("emberline.engine.runners.cpu.runner.sample", sample)
     loop = loop_of(TorchFake(), n_blocks=5, context_len=64)  # too few blocks for both: one is preempted
     a = request("a", [1, 2, 3], max_tokens=40, presence_penalty=0.001, seed=5, logit_bias={4: 0.5})
     b = request("b", [3, 2, 1], max_tokens=40, repetition_penalty=1.001, seed=6, min_tokens=60, stop_ids=(6,))
@@ -173,7 +173,7 @@ def test_forced_tokens_of_several_rows_count_for_penalties(monkeypatch):
         seen.extend(row.output_ids.tolist() for row in rows)
         return sampling.sample(logits, rows)
 
-    monkeypatch.setattr("emberline.engine.runners.cpu.torch_runner.sample", sample)
+    monkeypatch.setattr("emberline.engine.runners.cpu.runner.sample", sample)
     loop = loop_of(TorchFake(), max_running=1, token_budget=4)
     forced = [1, 2, 3, 4, 5, 6, 1, 2, 3]
     limit = ThinkingLimit(4, (), pack(forced))
