@@ -21,7 +21,7 @@ from emberline.predictor.project import read_project
 from emberline.predictor.remote_push import pack
 from emberline.predictor.versions import PredictorVersions, PushSettings, model_name
 from emberline.protocol.errors import BadInput
-from emberline.protocol.prediction import Resources
+from emberline.protocol.prediction import Resources, check_resources
 from emberline.server.address import ServerAddress
 from emberline.supervisor.engine_workers import granted_secrets
 from emberline.supervisor.sandbox.protections import find_protections
@@ -61,14 +61,14 @@ def run(args: argparse.Namespace) -> int:
     home = config.home
     if not args.folder.is_dir():
         raise BadInput(f"there is no folder {args.folder}")
-    if args.cpus <= 0 or args.setup_timeout <= 0 or args.timeout <= 0:
-        raise BadInput("--cpus, --setup-timeout and --timeout must be above 0")
-    resources = Resources(
-        memory_bytes=parse_size(args.memory),
-        scratch_bytes=parse_size(args.scratch),
-        cpus=args.cpus,
-        setup_s=args.setup_timeout,
-        predict_s=args.timeout,
+    resources = check_resources(
+        Resources(
+            memory_bytes=parse_size(args.memory),
+            scratch_bytes=parse_size(args.scratch),
+            cpus=args.cpus,
+            setup_s=args.setup_timeout,
+            predict_s=args.timeout,
+        )
     )
     if args.remote:
         return _push_remotely(args, config, resources)

@@ -137,6 +137,8 @@ class _Reader:
             elif option == "choices":
                 field["enum"] = value
             elif option in _LIMITS:
+                if type(value) not in ((str,) if option == "regex" else (int, float)):
+                    raise BadInput(f"{self._reference}: `Input({option}={value!r})` of `{argument.arg}` is no limit")
                 field[_LIMITS[option]] = value
             elif option in ("description", "deprecated"):
                 field[option] = value
@@ -182,7 +184,7 @@ class _Reader:
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             try:
                 node = ast.parse(node.value, mode="eval").body
-            except SyntaxError:
+            except (SyntaxError, ValueError, MemoryError):
                 raise BadInput(f"{self._reference}: the type of `{name}` cannot be read") from None
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
             return self._union([node.left, node.right], name)
@@ -199,6 +201,8 @@ class _Reader:
         )
 
     def _generic(self, outer: str, inner: list[ast.expr], name: str) -> Schema:
+        if not inner:
+            raise Unsupported(f"{self._reference}: the type {outer}[()] of `{name}` has no schema here")
         if outer == "Optional":
             return self._type(inner[0], name) | {"nullable": True}
         if outer == "Union":

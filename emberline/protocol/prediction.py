@@ -12,6 +12,7 @@ from emberline.protocol.errors import BadInput
 MAX_INPUT_BYTES = 32 << 20
 MAX_OUTPUT_BYTES = 48 << 20
 MAX_LOG_CHARS = 64 << 10  # of one prediction, in its result
+_MAX_BYTES, _MAX_NUMBER = 1 << 50, 1_000_000  # of a bound: of memory, and of cores, processes or seconds
 
 
 FILE_SCHEMES = ("data:", "https:", "http:")  # of a file input; the core fetches what is not in its URL
@@ -52,8 +53,15 @@ def read_resources(given: dict[str, str]) -> Resources:
         found = msgspec.convert(fields, Resources, strict=False)
     except msgspec.ValidationError as error:
         raise BadInput(f"the query is not valid: {error}") from None
-    if min(msgspec.structs.astuple(found)) <= 0:
-        raise BadInput("memory_bytes, scratch_bytes, cpus, n_processes, setup_s and predict_s are above 0")
+    return check_resources(found)
+
+
+def check_resources(found: Resources) -> Resources:
+    """Return the bounds. Raises BadInput for one that is no number, not above 0, or larger than any machine has."""
+    for name, value in msgspec.structs.asdict(found).items():
+        most = _MAX_BYTES if name.endswith("_bytes") else _MAX_NUMBER
+        if not 0 < value <= most:  # false for NaN, too
+            raise BadInput(f"`{name}` must be above 0 and at most {most:,}", param=name)
     return found
 
 

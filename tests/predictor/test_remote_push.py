@@ -112,7 +112,8 @@ def test_a_push_over_http_is_a_version(versions: PredictorVersions, tmp_path: Pa
 
 def test_bounds_come_from_the_query() -> None:
     assert read_resources({"name": "x", "cpus": "2", "memory_bytes": "1024"}) == Resources(cpus=2.0, memory_bytes=1024)
-    for wrong in ({"cpus": "0"}, {"cpus": "many"}, {"memory_bytes": "-1"}):
+    wrongs = ({"cpus": "0"}, {"cpus": "many"}, {"memory_bytes": "-1"}, {"cpus": "nan"}, {"predict_s": "inf"})
+    for wrong in (*wrongs, {"memory_bytes": "1" + "0" * 20}, {"setup_s": "1e10"}):
         with pytest.raises(BadInput):
             read_resources(wrong)
 

@@ -8,7 +8,7 @@ from emberline.api.http.body import read_body, read_json
 from emberline.api.http.exchange import HttpExchange, Reply, json_reply, while_connected
 from emberline.catalog.aliases import ModelName as AliasName
 from emberline.catalog.aliases import Targets
-from emberline.protocol.errors import Forbidden
+from emberline.protocol.errors import BadInput, Forbidden
 from emberline.protocol.prediction import read_resources
 
 _BYTES = {"type": "integer", "minimum": 1}
@@ -65,7 +65,8 @@ async def push(call: HttpExchange) -> Reply:
     if not call.has_pulls:
         raise Forbidden("this server takes no models over HTTP")
     call.pulls.check_push()
-    name = call.query.get("name", "")
+    if not (name := call.query.get("name", "")):
+        raise BadInput("`name` of the model is needed in the query", param="name")
     call.audit_target = name[:256]
     resources = read_resources(call.query)
     pushed = await call.pulls.push(await read_body(call, any_type=True), name, resources)

@@ -1,7 +1,6 @@
 """Workers AI's `run` of models that users brought along: inputs of a model's own schema, files as data URLs."""
 
 import base64
-import binascii
 import re
 from typing import Any
 
@@ -120,5 +119,5 @@ def from_data_url(url: str) -> tuple[str, bytes]:
     kind = head[5:].partition(";")[0]
     try:
         return kind if _CONTENT_TYPE.fullmatch(kind) else "application/octet-stream", base64.b64decode(data)
-    except binascii.Error:
+    except ValueError:  # also for text that is no ASCII
         raise Unsupported("the predictor returned a file that is not in base64") from None
