@@ -10,6 +10,7 @@ from emberline.protocol.errors import BadInput
 from emberline.protocol.price import PICO, parse_amount
 
 LOCAL_ACCOUNT = "local"  # where neither the path nor a key names an account
+OWN_ACCOUNT = "me"  # in a path: the key's own account
 MAX_INTEGER = (1 << 63) - 1  # of the store's columns
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from functools import lru_cache
 from hmac import compare_digest
 
-from emberline.accounts.account import LOCAL_ACCOUNT, check_account_name
+from emberline.accounts.account import LOCAL_ACCOUNT, OWN_ACCOUNT, check_account_name
 from emberline.accounts.api_key import MAX_KEY_CHARS, PREFIX, ApiKey, is_well_formed, key_digest
 from emberline.accounts.key_directory import KeyDirectory
 from emberline.accounts.operator_ticket import OPERATOR, TICKET_PREFIX, is_operator_ticket
@@ -78,6 +78,8 @@ class Authenticator:
 
     def check(self, headers: RawHeaders, account: str | None = None) -> Principal:
         """Authenticate by what this process already knows, without asking the store."""
+        if account == OWN_ACCOUNT:
+            account = None
         if account is not None:
             check_account_name(account)
         key = _presented(headers, self._required)

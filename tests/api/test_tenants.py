@@ -192,6 +192,13 @@ async def test_sessions(tenants: Tenants, service: FakeService) -> None:
     assert {request.session for request in service.requests} == {"shared-name"}
 
 
+async def test_a_path_says_me_for_the_account_of_the_key(tenants: Tenants, service: FakeService) -> None:
+    for who in ("alice", "bob"):
+        answer = await tenants.post(who, f"/client/v4/accounts/me/ai/run/{MODEL}", {"prompt": "hello"})
+        assert answer["success"], answer
+    assert [principal.account for principal in service.principals] == ["alice", "bob"]
+
+
 async def test_the_path_of_another_account_is_refused(tenants: Tenants, service: FakeService) -> None:
     for route in ROUTES:
         if "{account}" not in route.path:

@@ -135,7 +135,7 @@ export async function streamChat(body, { signal, affinity, onChunk, onComment })
 /** Runs a model on inputs of its own schema. Returns `output`, and what the predictor measured and logged; a model that
  * streams has its texts passed to `onText` instead. */
 export async function runModel(model, inputs, { streams, signal, onText }) {
-  const path = `/client/v4/accounts/local/ai/run/${model.split("/").map(encodeURIComponent).join("/")}`;
+  const path = `/client/v4/accounts/me/ai/run/${model.split("/").map(encodeURIComponent).join("/")}`;
   const body = JSON.stringify(streams ? { input: inputs, stream: true } : { input: inputs });
   const response = await request(path, { method: "POST", headers: { "content-type": "application/json" }, body, signal });
   const kind = response.headers.get("content-type") ?? "";

@@ -15,7 +15,7 @@ export function PredictionForm({ model }) {
   const controller = useRef(null);
   useEffect(() => {
     let stale = false;
-    getJson(`/client/v4/accounts/local/ai/models/schema?model=${encodeURIComponent(model.id)}`)
+    getJson(`/client/v4/accounts/me/ai/models/schema?model=${encodeURIComponent(model.id)}`)
       .then(({ result }) => stale || setSchema(result))
       .catch((error) => stale || setState({ problem: error.message }));
     return () => {
@@ -149,7 +149,7 @@ function Sample({ model, fields, values }) {
   }
   const short = JSON.stringify(body, (_, value) => (typeof value === "string" && DATA_URL.test(value) ? `${DATA_URL.exec(value)[0]}base64,…` : value), 2);
   const key = session.key === null ? "" : ` \\\n  -H "Authorization: Bearer $EMBERLINE_API_KEY"`;
-  const code = `curl ${location.origin}/client/v4/accounts/local/ai/run/${model.id}${key} \\\n  -d '${short.replaceAll("'", `'\\''`)}'`;
+  const code = `curl ${location.origin}/client/v4/accounts/me/ai/run/${model.id}${key} \\\n  -d '${short.replaceAll("'", `'\\''`)}'`;
   return html`<div class="row top"><pre class="plain code">${visible(code)}</pre><${CopyButton} text=${code} /></div>`;
 }
 
