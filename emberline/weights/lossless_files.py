@@ -84,7 +84,7 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         _check_version(MANIFEST, msgspec.json.decode(content, type=_Version).version)
         manifest = msgspec.json.decode(content, type=Manifest)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise BadCheckpoint(f"{MANIFEST} of {folder.name} is damaged: {error}") from None
     for file in manifest.files:
         for name in (file.name, file.source.name):

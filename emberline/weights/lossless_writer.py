@@ -179,7 +179,7 @@ class LosslessWriter:
             for line in self._journal.read_bytes().splitlines():
                 try:
                     written = msgspec.json.decode(line, type=Written)
-                except msgspec.MsgspecError:
+                except (msgspec.MsgspecError, UnicodeDecodeError):
                     break  # cut while it was written
                 if room + written.end > os.fstat(out.fileno()).st_size:
                     break

@@ -155,9 +155,10 @@ def test_other_versions_and_damaged_manifests_are_refused(packed: Path) -> None:
     edit_manifest(packed, version=1, files=[{"name": "../x.safetensors"}])
     with pytest.raises(BadCheckpoint, match="damaged"):
         open_checkpoint(packed)
-    (packed / MANIFEST).write_text("{")
-    with pytest.raises(BadCheckpoint, match="damaged"):
-        open_checkpoint(packed)
+    for damaged in (b"{", (packed / MANIFEST).read_bytes().replace(b'"fingerprint"', b'"f\xff"')):
+        (packed / MANIFEST).write_bytes(damaged)
+        with pytest.raises(BadCheckpoint, match="damaged"):
+            open_checkpoint(packed)
 
 
 def test_a_missing_file_is_named(packed: Path) -> None:
