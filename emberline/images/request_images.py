@@ -99,7 +99,7 @@ class RequestImages:
 
     async def fetch(self, url: str, account: str) -> bytes:
         """The file behind a URL, whatever its type. Raises an error that says what is wrong with it."""
-        async with self._reading:
+        async with self._turn(account):
             return await self.sources.read(url, account, accept="*/*")
 
     async def prepare(self, request: GenerateRequest, principal: Principal, processor: ImageProcessor) -> ModelImages:

@@ -20,6 +20,8 @@ from emberline.protocol.route_request import RouteRequest, route_request
 from emberline.service.single_result_request import EngineCall
 from emberline.telemetry.request_log import Clock, JobContext, in_flight_id, route_terms
 
+MAX_FETCHES = 100  # of files behind URLs, for one request
+
 _decoder = msgspec.json.Decoder(Prediction)
 # Media types by a file's first bytes, where the URL has no extension.
 _MAGIC = (
@@ -42,35 +44,43 @@ async def with_files(
     if card.predictor is None:
         return request
     fields = card.predictor.input.get("properties", {})
-    remote = {name for name, value in request.input.items() if has_files(fields.get(name, {})) and _is_remote(value)}
+    listed = {name: _listed(value) for name, value in request.input.items() if has_files(fields.get(name, {}))}
+    remote = [name for name, values in listed.items() if any(map(_is_remote, values))]
     if not remote:
         return request
     check_input(request.input, card.predictor.input)
     if files is None:
         raise Unsupported("this server fetches no files: send them as data: URLs", param=min(remote))
-    found = dict(request.input)
+    found, left = dict(request.input), [MAX_FETCHES, MAX_INPUT_BYTES]
     for name in sorted(remote):
-        value = found[name]
         try:
-            if isinstance(value, str):
-                found[name] = await _fetched(value, principal, files)
-            else:
-                found[name] = [await _fetched(each, principal, files) if _is_remote(each) else each for each in value]
+            values = [
+                await _fetched(each, principal, files, left) if _is_remote(each) else each for each in listed[name]
+            ]
         except EmberlineError as error:
             error.message, error.param = f"the file of `{name}` cannot be used: {error.message}", name
             raise
+        found[name] = values if isinstance(found[name], list) else values[0]
     return msgspec.structs.replace(request, input=found)
 
 
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
 def _is_remote(value: Any) -> bool:
-    if isinstance(value, list):
-        return any(map(_is_remote, value))
     return isinstance(value, str) and value[:6].lower().startswith(("http:", "https:"))
 
 
-async def _fetched(url: str, principal: Principal, files: RequestImages) -> str:
-    """The file behind a URL as a data: URL."""
+async def _fetched(url: str, principal: Principal, files: RequestImages, left: list[int]) -> str:
+    """The file behind a URL as a data: URL. `left` has the fetches and bytes that the request may still use."""
+    left[0] -= 1
+    if left[0] < 0:
+        raise TooLarge(f"at most {MAX_FETCHES} URLs are fetched for a request")
     data = await files.fetch(url, principal.account)
+    left[1] -= len(data)
+    if left[1] < 0:
+        raise TooLarge(f"an input has at most {MAX_INPUT_BYTES >> 20} MiB")
     kind = mimetypes.guess_type(urlsplit(url).path)[0] or _kind(data)
     return f"data:{kind};base64,{base64.b64encode(data).decode()}"
 
