@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -200,7 +200,8 @@ def _sync(path: Path) -> None:
 
 
 def _remove_packed(path: Path) -> None:
-    """Remove what `kernels.cpu.packed_file` keeps beside a model."""
+    """Remove what `kernels.cpu.packed_file` keeps beside a model, where this user may."""
     folder, name = (path, "model") if path.is_dir() else (path.parent, path.name)
     for packed in folder.glob(f".{glob.escape(name)}.*.packed"):
-        packed.unlink(missing_ok=True)
+        with suppress(OSError):
+            packed.unlink()

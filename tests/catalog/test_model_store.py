@@ -126,6 +126,13 @@ def test_removing_a_linked_model_keeps_the_file(store: ModelStore, model: Path) 
         store.remove(card.id)
 
 
+def test_packed_weights_that_cannot_be_removed_do_not_keep_a_model(store: ModelStore, model: Path) -> None:
+    card = pull(str(model), store).card
+    (model.parent / f".{model.name}.0.packed").mkdir()  # nobody can unlink a folder
+    store.remove(card.id)
+    assert store.entries() == []
+
+
 def test_a_missing_linked_file_is_not_listed_but_can_be_removed(store: ModelStore, model: Path) -> None:
     card = pull(str(model), store).card
     model.unlink()
