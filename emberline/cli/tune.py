@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     if min(args.hours, args.window, args.ttft, args.itl) <= 0:
         raise BadInput("--hours, --window, --ttft and --itl must be above 0")
     config = common.config_of(args)
-    status = client.get(ServerAddress.of(config), "/api/ps")
+    status = client.get(ServerAddress.for_client(config), "/api/ps")
     records = recorded_usage(config.store.url or config.home / DATABASE, int((time.time() - args.hours * 3600) * 1e6))
     workers = [msgspec.convert(each, Worker) for each in status["engines"] if "kv_tokens" in each]
     model = args.model or _most_used(records, {worker.model for worker in workers})

@@ -119,3 +119,6 @@ def test_what_is_missing_is_said(fake_server: FakeServer, tmp_path: Path, capsys
     assert "no worker has measured enough steps" in capsys.readouterr().err
     assert main(command(fake_server, tmp_path, "--model", "other")) == 1
     assert "no worker serves other" in capsys.readouterr().err
+    url = f"http://127.0.0.1:{fake_server.port}"
+    assert main(["tune", "--url", url, "--data-dir", str(tmp_path), "--model", "other"]) == 1
+    assert "no worker serves other" in capsys.readouterr().err
