@@ -40,7 +40,8 @@ class ImagePlaces:
         """Raises BadInput if the prompt's image tokens and the tiles do not belong together."""
         ids = np.frombuffer(request.prompt_ids, "<u4")
         found, last = list[NDArray[np.int64]](), 0
-        self._images, self._n_prompt = request.images, len(ids)
+        self._images: tuple[PromptImage, ...] = request.images
+        self._n_prompt = len(ids)
         self._tiles: list[tuple[PromptImage, int]] = []
         counts: list[int] = []
         self.spans: list[tuple[int, int]] = []  # positions of each image: the first, and the one after the last
@@ -64,6 +65,10 @@ class ImagePlaces:
         """The image tokens at positions start .. end - 1, and the rows that replace them, tile by tile."""
         first, stop = np.searchsorted(self.positions, (start, end)).tolist()
         return self.positions[first:stop], list(self._tile_rows(first, stop))
+
+    def forget_pixels(self) -> None:
+        """Let go of the images, of which nothing is encoded any more: the prompt was computed."""
+        self._images, self._tiles = (), []
 
     def rope_positions(self, cell: int) -> NDArray[np.int32]:
         """Positions of time, height and width of the prompt's tokens, [3, tokens], for M-RoPE. An image counts as many

@@ -73,6 +73,9 @@ class ImageRows:
         if self.mrope:
             known = inputs.positions if inputs.rope_positions is None else inputs.rope_positions
             inputs.rope_positions = _rope_positions(found, known)
+        for row in found:
+            if row.end >= row.images.n_prompt:  # a sequence that is preempted is admitted anew
+                row.images.places.forget_pixels()
 
 
 def _last_visible(found: Sequence[ImageRow], positions: Tensor) -> Tensor:

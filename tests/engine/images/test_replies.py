@@ -1,5 +1,6 @@
 """Replies about images are those of transformers, whatever the family, the runner and the schedule."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,19 @@ def test_replies_equal_transformers(model: tuple[Path, Any], family: str) -> Non
         assert engine.replies(*(prompt.request(f"r{n}") for n, prompt in enumerate(prompts))) == expected
         for found, prompt in zip(engine.logprobs.values(), prompts, strict=True):
             assert found == pytest.approx(prompt.logprobs, abs=1e-4)  # 1e-3 if images were not seen both ways
+
+
+@pytest.mark.parametrize("runner", [TorchRunner, GpuRunner])
+@pytest.mark.parametrize("family", ["idefics3"])
+def test_an_engine_lets_go_of_the_pixels(model: tuple[Path, Any], family: str, runner: type[Any]) -> None:
+    prompt, engine = Prompt(model[0], family, [0], seed=3), SmallEngine(model[0], runner)
+    pixels = prompt.images[0].pixels
+    before = sys.getrefcount(pixels)
+    request = prompt.request("r")
+    engine.replies(request)
+    del request
+    prompt.images.clear()
+    assert sys.getrefcount(pixels) == before - 1
 
 
 @pytest.mark.parametrize("runner", [TorchRunner, GpuRunner])
