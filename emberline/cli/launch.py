@@ -14,7 +14,7 @@ from emberline.cli import common
 from emberline.cli import http_client as client
 from emberline.cli.agents import AGENTS, Agent, Endpoint
 from emberline.cli.model import known_model
-from emberline.cli.server_target import server
+from emberline.cli.server_target import served_id, server
 from emberline.config import Config, needs_keys
 from emberline.protocol.errors import BadInput
 from emberline.server.address import ServerAddress
@@ -42,10 +42,11 @@ def run(args: argparse.Namespace) -> int:
     address = ServerAddress.for_client(config)
     rows = _rows(address) if required or client.is_running(address) else []
     model = args.model or _tool_model(rows, store)
+    served = client.served_models(address) if rows else {}
     if args.print:
+        served_id(config, model, served, required=required)
         print(shell_commands(agent, _endpoint(address, model, rows, config), args.arguments))
         return 0
-    served = client.served_models(address) if rows else {}
     with server(config, model, served, required=required) as (found, model_id):
         name = model if model.lower() in client.served_models(found) else model_id
         settings = agent.settings(_endpoint(found, name, _rows(found), config))

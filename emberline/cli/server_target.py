@@ -36,17 +36,23 @@ def server(
 
     `served` is from `served_names`. With `required`, a model that it lacks is an error, and no server is started.
     """
-    address = ServerAddress.for_client(config)
-    names = (model.lower(), _model_id(model, config).lower()) if model else tuple(served)[:1]
-    wanted = next((served[name] for name in names if name in served), None)
+    wanted = served_id(config, model, served, required=required)
     if wanted is not None:
-        yield address, wanted
+        yield ServerAddress.for_client(config), wanted
         return
-    if required:
-        others = ", ".join(dict.fromkeys(served.values()))
-        raise BadInput(f"the server at {address.url} has no model {model or ''}; it has {others or 'none'}")
     with temporary_server(config, model) as target:
         yield target
+
+
+def served_id(config: Config, model: str | None, served: Mapping[str, str], *, required: bool) -> str | None:
+    """The id of the model on the server, as `server` finds it. Returns None if a server has to be started for it."""
+    names = (model.lower(), _model_id(model, config).lower()) if model else tuple(served)[:1]
+    wanted = next((served[name] for name in names if name in served), None)
+    if wanted is None and required:
+        others = ", ".join(dict.fromkeys(served.values()))
+        url = ServerAddress.for_client(config).url
+        raise BadInput(f"the server at {url} has no model {model or ''}; it has {others or 'none'}")
+    return wanted
 
 
 def _model_id(name: str, config: Config) -> str:

@@ -74,6 +74,9 @@ def test_a_loaded_model_that_calls_tools_is_chosen(fake_server: FakeServer, tmp_
     assert "export ANTHROPIC_MODEL=@cf/test/calls\n" in done.stdout
     named = emberline("launch", "claude", "--print", "--model", "disk", "--port", fake_server.port, home=tmp_path)
     assert "export ANTHROPIC_MODEL=disk\n" in named.stdout
+    lacking = emberline("launch", "claude", "--print", "--model", "other", "--port", fake_server.port, home=tmp_path)
+    assert lacking.returncode == 1
+    assert "has no model other; it has @cf/test/" in lacking.stderr
 
 
 def test_without_a_server_the_settings_name_the_model_to_download(tmp_path: Path) -> None:
