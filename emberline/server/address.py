@@ -32,17 +32,19 @@ class ServerAddress(msgspec.Struct, frozen=True):
 
     @classmethod
     def for_client(cls, config: Config) -> "ServerAddress":
-        """The address of the server that commands talk to: `[client] url`, else this machine's own."""
+        """The address of the server that commands talk to: `[client] url`, else this machine's own, to which alone
+        this machine's admin key is sent."""
         if not config.client.url:
             own = cls.of(config)
             key = config.client.key
             return own if key is None else msgspec.structs.replace(own, key=key, secret=None)
-        url, key = urlsplit(config.client.url), config.client.key or config.auth.key
+        url = urlsplit(config.client.url)
         try:
             port = url.port or _DEFAULT_PORTS[url.scheme]
         except ValueError:
             raise ConfigError(f"{config.client.url} has no valid port", param="client.url") from None
         host = url.hostname or ""
+        key = config.client.key or (config.auth.key if _is_own_address(host) else None)
         return cls(host, port, key, _secret(config, host, key), url.scheme, url.path.rstrip("/"))
 
     @property
