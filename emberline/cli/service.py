@@ -81,20 +81,29 @@ def unit(config: Config, arguments: list[str], *, is_root: bool, has_gpu: bool) 
         "DynamicUser=yes\nStateDirectory=emberline\nStateDirectoryMode=0700\nCacheDirectory=emberline\n"
         "Environment=XDG_CACHE_HOME=/var/cache/emberline\nEnvironmentFile=-/etc/emberline.env\n"
         if is_root
-        else f"EnvironmentFile=-{home}/emberline.env\n"
+        else f"EnvironmentFile=-{str(home).replace('%', '%%')}/emberline.env\n"
     )
     # A program in a home folder must stay readable; a GPU's device files must stay visible.
     in_home = Path(command[0]).resolve().is_relative_to("/home") or Path(command[0]).resolve().is_relative_to("/root")
     hardening = _HARDENING.format(
         protect_home="read-only" if in_home else "yes", private_devices="no" if has_gpu else "yes"
     )
+    started = " ".join(_quoted(word).replace("$", "$$") for word in command)
     return (
         "[Unit]\nDescription=Emberline inference server\nAfter=network-online.target\nWants=network-online.target\n\n"
-        f"[Service]\nType=exec\nExecStart={shlex.join(command)}\n"
-        f"Environment=EMBERLINE_HOME={home} EMBERLINE_LOG_FORMAT=json\n{owner}"
+        f"[Service]\nType=exec\nExecStart={started}\n"
+        f"Environment={_quoted(f'EMBERLINE_HOME={home}')} EMBERLINE_LOG_FORMAT=json\n{owner}"
         "Restart=on-failure\nRestartSec=2\nKillMode=mixed\nTimeoutStopSec=45\nLimitNOFILE=65536\nUMask=0077\n"
         f"{hardening if is_root else ''}\n[Install]\nWantedBy={'multi-user' if is_root else 'default'}.target\n"
     )
+
+
+def _quoted(word: str) -> str:
+    """One word of a setting, as systemd reads it."""
+    if not word.isprintable():
+        raise BadInput(f"{word!r} cannot be in a service: it has characters that are not printable")
+    escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")
+    return escaped if escaped == word and not set(word) & set(" '") else f'"{escaped}"'
 
 
 def _install(args: argparse.Namespace, path: Path, control: list[str], is_root: bool) -> int:

@@ -16,6 +16,7 @@ from emberline.catalog.offers import ModelMemory, offers, recommended
 from emberline.cli import service
 from emberline.cli.completion import script
 from emberline.config import resolve
+from emberline.protocol.errors import BadInput
 from tests.cli.console import emberline
 
 GIB = 1 << 30
@@ -131,6 +132,16 @@ def test_the_service_runs_this_installation(tmp_path: Path, is_root: bool) -> No
     assert ("DynamicUser=yes" in text) == is_root
     assert ("PrivateDevices=no" in text) == is_root
     assert f"EMBERLINE_HOME={'/var/lib/emberline' if is_root else tmp_path} " in text
+
+
+def test_a_service_has_words_as_they_were_given(tmp_path: Path) -> None:
+    home, words = tmp_path / "a b%c", ["it's", 'a "b"', "$x", "100%", "back\\slash", "plain"]
+    text = service.unit(resolve({}, {}, home), words, is_root=False, has_gpu=False)
+    assert r""" serve "it's" "a \"b\"" $$x "100%%" "back\\slash" plain""" + "\n" in text
+    assert f'Environment="EMBERLINE_HOME={tmp_path}/a b%%c" EMBERLINE_LOG_FORMAT=json\n' in text
+    assert f"EnvironmentFile=-{tmp_path}/a b%%c/emberline.env\n" in text
+    with pytest.raises(BadInput, match="not printable"):
+        service.unit(resolve({}, {}, home), ["a\nb"], is_root=False, has_gpu=False)
 
 
 def test_service_print_changes_nothing(tmp_path: Path) -> None:
