@@ -64,11 +64,16 @@ def replace_file(path: Path, text: str) -> Path | None:
     backup = None
     if path.exists():
         backup = path.with_name(f"{path.name}.before-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}")
-        backup.write_bytes(path.read_bytes())
-        backup.chmod(path.stat().st_mode & 0o777)
+        _write(backup, path.read_bytes(), path.stat().st_mode & 0o777)
     part = path.with_name(f".{path.name}.part-{os.getpid()}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    part.write_text(text)
-    part.chmod(path.stat().st_mode & 0o777 if path.exists() else 0o600)
+    _write(part, text.encode(), path.stat().st_mode & 0o777 if path.exists() else 0o600)
     part.replace(path)
     return backup
+
+
+def _write(path: Path, content: bytes, mode: int) -> None:
+    """Write a file that may hold keys: nobody but its owner can open it before it has its mode."""
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb") as file:
+        os.fchmod(file.fileno(), mode)
+        file.write(content)
