@@ -1,6 +1,7 @@
 """The HTTP/1.1 client, for upstream servers, webhooks and large requests: connections over httptools, and exchanges.
 
-Written by hand because it is the hot path of every forwarded token: docs/design/upstream.md compares it with aiohttp.
+Written by hand because it is the hot path of every forwarded token: docs/lab/2026-11-upstream.md compares it
+with aiohttp.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """How long a step takes on one rank, by roofline: what it reads over the bandwidth, or what it computes over the
 arithmetic, and what the ranks of a group say to each other.
 
-The efficiencies were measured on an H200; see docs/design/gpu-kernels.md.
+The efficiencies were measured on an H200; see docs/lab/2026-11-gpu-kernels.md.
 """
 
 from collections import Counter

@@ -372,7 +372,9 @@ def block_tokens(kind: str, tokens: int, slots: int, experts: int) -> int:
 
 
 def grouped_tile(kind: str, block: int, gated: bool, rows: int) -> GroupedTile:
-    """Measured on an H200 with Kimi K2.5's shape (INT4) and GLM-4.7-Flash's (BF16): docs/design/mixture-of-experts.md.
+    """Tile measured on an H200 with the shapes of Kimi K2.5 (INT4) and GLM-4.7-Flash (BF16).
+
+    Figures: docs/lab/2026-11-mixture-of-experts.md.
 
     rows: of the matrices of all blocks. Few tokens: as many bytes in flight as two or three programs per SM can have.
     Many: tiles that reuse both operands; a gate doubles the accumulators.
