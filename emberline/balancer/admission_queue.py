@@ -62,6 +62,11 @@ class AdmissionQueue:
     def waiting_of(self, pool: str) -> list[InFlightRequest]:
         return list(self._pools[pool].waiting) if pool in self._pools else []
 
+    def n_ahead(self, record: InFlightRequest) -> int | None:
+        """Number of requests for the same pool that wait before this one. Returns None if this one does not wait."""
+        waiting = self.waiting_of(record.pool)
+        return sum(other.order < record.order for other in waiting) if record in waiting else None
+
     def waiting_for(self, worker: str) -> Set[InFlightRequest]:
         """Requests in the queue of a worker; "": those that wait for any worker to connect."""
         return self._queues.get(worker, frozenset())

@@ -85,6 +85,9 @@ class Core(Protocol):
         """Choose workers; the request is in flight there until it is finalized. Asking again moves the request.
         Raises Overloaded or Unavailable if no worker can take the request."""
 
+    async def n_ahead(self, request_id: str) -> int | None:
+        """Number of requests that wait for workers before this one. Returns None if this one does not wait."""
+
     def first_token(self, request_id: str, cached_tokens: int) -> None:
         """Note that a request has its first token, and that `cached_tokens` of its prompt were cached."""
 
@@ -340,6 +343,10 @@ class LocalCore:
             entry, owner = stored.entry, SessionOwner(stored.salt, stored.session)
             key = stored.account, stored.model_version, stored.digest
             self.sessions.add(*key, entry.ids, entry.text_len, entry.text_digest, owner)
+
+    async def n_ahead(self, request_id: str) -> int | None:
+        record = self.admission.find(request_id)
+        return None if record is None else self.admission.balancer.queue.n_ahead(record)
 
     def first_token(self, request_id: str, cached_tokens: int) -> None:
         self.admission.first_token(request_id, cached_tokens)

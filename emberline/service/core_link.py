@@ -79,7 +79,7 @@ class LinkCore:
         self._core = core
         self._admissions: dict[str, asyncio.Task[Any]] = {}  # of requests not finalized yet, by id; done or waiting
         self._logs: set[str] = set()  # ids of the event logs that this HTTP worker writes
-        self.find, self.remember = core.find, core.remember
+        self.find, self.remember, self.n_ahead = core.find, core.remember, core.n_ahead
         self.first_token, self.checkpoint = core.first_token, core.checkpoint
         self.refused, self.observed, self.count_spans = core.refused, core.admission.observed, tracing.add_counts
         logs = core.event_logs
@@ -203,7 +203,7 @@ class RemoteCore:
         that have joined and left."""
         remote = self._remote = TO_CORE.remote(self._send, self._call)
         self.find, self.remember = remote.core.find, remote.core.remember
-        self.admit, self.finalize = remote.core.admit, remote.core.finalize
+        self.admit, self.n_ahead, self.finalize = remote.core.admit, remote.core.n_ahead, remote.core.finalize
         self.first_token, self.checkpoint = remote.core.first_token, remote.core.checkpoint
         self.responses, self.event_logs = remote.responses, remote.event_logs
         self.operations, self.cluster_admin = remote.operations, remote.cluster

@@ -50,7 +50,7 @@ class Service:
         self._tasks = EngineTasks(core, served, engines, grammars, timings, images)
         self.in_flight = InFlight(core, timings)
         self._pipeline = Pipeline(core, self.models, self._tasks, self.upstream, self.in_flight, images)
-        self.run = self._pipeline.run
+        self.run, self.n_ahead = self._pipeline.run, core.n_ahead
         self.count_tokens = self._pipeline.count_tokens
         self.tokenize, self.detokenize = self._pipeline.tokenize, self._pipeline.detokenize
         self.tokenizer_info = self._pipeline.tokenizer_info

@@ -195,6 +195,7 @@ class FakeService:
         self.speech_requests: list[SpeechRequest] = []
         self.principals: list[Principal] = []
         self.rate_limits: RateLimits | None = None  # of every caller
+        self.ahead: int | None = None  # requests that wait before every one
         self.open = 0  # event streams not closed yet
         self.ok = True
         self.price_refreshes = 0
@@ -222,6 +223,9 @@ class FakeService:
     async def purge(self, account: str | None, session: str | None) -> PurgedTexts:
         self.purges.append((account, session))
         return PurgedTexts(4, 1)
+
+    async def n_ahead(self, request_id: str) -> int | None:
+        return self.ahead
 
     async def run(self, work: Work) -> TaskEvents:
         task = work.task

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from emberline.accounts.usage_ledger import UsageTimings
+from emberline.balancer.balancer import Balancer
 from emberline.balancer.ledger import ORPHAN_RUNNING_S
 from emberline.cluster.timings import Timings
 from emberline.protocol import token_ids as tokens
@@ -26,6 +27,7 @@ from emberline.service.event_log import NewLog
 from emberline.service.work import Work
 from emberline.store import open_store
 from emberline.text.text_model import TextModel
+from tests.api.fake_service import Wire, app_of
 from tests.faulty_store import FaultyStore
 from tests.service.conftest import ALICE, MODEL, PATIENCE_S, Opener, offer
 from tests.service.fake_engine import EOS, FakeEngine, Script
@@ -78,6 +80,11 @@ def kill_http_workers(server: CoreServer) -> None:
         link.drop("killed")
 
 
+def admission(service: Service) -> Balancer:
+    assert isinstance(service.core, LocalCore)
+    return service.core.admission.balancer
+
+
 def remote(http_worker: Service) -> RemoteCore:
     assert isinstance(http_worker.core, RemoteCore)
     return http_worker.core
@@ -111,6 +118,39 @@ async def test_errors_of_the_core_reach_the_client(http_worker: Service, engine:
     with pytest.raises(Overloaded) as refused:
         await events_of(http_worker, ask(reject_if_busy=True))
     assert refused.value.retry_after_s
+    for task in running:
+        task.cancel()
+    await asyncio.wait(running)
+
+
+async def test_a_client_that_asks_is_told_its_place_in_the_queue(
+    service: Service, http_worker: Service, engine: FakeEngine, say: Callable[..., Script]
+) -> None:
+    engine.script = None
+    n = engine.info.max_running
+    running = [asyncio.create_task(events_of(service, ask())) for _ in range(n)]
+    await engine.submission(n)
+    body = b'{"model": "%s", "stream": true, "messages": [{"role": "user", "content": "Hi"}]}' % MODEL.encode()
+    asks = {"x_emberline_queue_position": "true"}
+    silent = Wire(app_of(service), "/v1/chat/completions", body)
+    await until(lambda: len(admission(service).queue) == 1)
+    first = Wire(app_of(service), "/v1/chat/completions", body, **asks)
+    await until(lambda: len(admission(service).queue) == 2)
+    second = Wire(app_of(http_worker), "/v1/chat/completions", body, **asks)
+    await first.until_sent(b": waiting, 1 ahead\n\n")
+    await second.until_sent(b": waiting, 2 ahead\n\n")
+    silent.leave()
+    await asyncio.wait([silent.task])
+    assert not silent.sent
+    running[0].cancel()
+    await engine.submission(n + 1)
+    await first.until_sent(b": running\n\n")
+    await second.until_sent(b": waiting, 0 ahead\n\n")
+    engine.script = say("Hello!")
+    engine.step(TokenDelta(engine.submitted[n].id, tokens.pack([EOS]), "stop"))
+    await asyncio.wait_for(asyncio.gather(first.task, second.task), PATIENCE_S)
+    assert [wire.sent[0]["status"] for wire in (first, second)] == [200, 200]
+    assert all(wire.body.endswith(b"data: [DONE]\n\n") for wire in (first, second))
     for task in running:
         task.cancel()
     await asyncio.wait(running)

@@ -73,6 +73,9 @@ class Services(TaskRunner, Protocol):
         self, request: GenerateRequest, principal: Principal, target: "Target | None" = None
     ) -> int: ...
 
+    async def n_ahead(self, request_id: str) -> int | None:
+        """Number of requests that wait for workers before this one. Returns None if this one does not wait."""
+
     async def chat_format(self, card: "ModelCard") -> "ChatFormat": ...
 
     async def tokenize(
@@ -217,6 +220,7 @@ class HttpExchange:
         self.field_names = FieldNames()
         self.rate_limits: RateLimits | None = None  # of a caller who exceeds them
         self.wants_cost = self.headers.get("x-emberline-cost", "").lower() in ("true", "1")
+        self.wants_queue_position = self.headers.get("x-emberline-queue-position", "").lower() in ("true", "1")
         self.works: list[Work] = []  # that the call has the service run
         self.dialect: Dialect
         self.principal: Principal  # set on routes that need a key

@@ -56,10 +56,9 @@ class EventEncoder:
         assert isinstance(event, Started)
         return self.started(event.usage)
 
-    def loading(self, model: str) -> bytes:
-        """A comment for a client that waits for a model to be loaded. Empty without a model, or if the encoding has no
-        comments."""
-        return f": loading {model}\n\n".encode() if model and self.content_type == EVENT_STREAM else b""
+    def comment(self, text: str) -> bytes:
+        """A comment for a client that waits. Empty without a text, or if the encoding has no comments."""
+        return f": {text}\n\n".encode() if text and self.content_type == EVENT_STREAM else b""
 
     def started(self, usage: Usage) -> bytes:
         return b""

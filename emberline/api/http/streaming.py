@@ -18,8 +18,8 @@ from emberline.protocol.events import Completed, Started, TextDelta, TextEvent
 from emberline.service.work import RelayRequest
 
 JSONL = b"application/x-jsonl"
-LOADING_S = 1.0  # after which a client is told that its model is being loaded; before, a refusal has its HTTP status
-STILL_LOADING_S = 10.0  # between two such comments, which also keep proxies from closing the connection
+LOADING_S = 1.0  # after which a client is told what it waits for; before, a refusal has its HTTP status
+STILL_LOADING_S = 10.0  # between two comments on a model's loading, which also keep proxies from closing the connection
 _CHUNK_BYTES = 64 << 10
 
 log = logging.getLogger(__name__)
@@ -105,9 +105,9 @@ class EventStream(Streaming):
     async def send(self, call: HttpExchange) -> None:
         events, encoder, send = self.events, self.encoder, call.send
         async with aclosing(events):
-            if comment := encoder.loading(call.loading_model):
+            if call.loading_model or call.wants_queue_position:
                 try:
-                    first = await self._first_of_loading(call, comment)
+                    first = await self._first_of_waiting(call)
                 except EmberlineError as error:
                     if not call.status:
                         raise
@@ -127,17 +127,17 @@ class EventStream(Streaming):
             last = await _send_events(call, events, encoder)
         await send({"type": "http.response.body", "body": last})
 
-    async def _first_of_loading(self, call: HttpExchange, comment: bytes) -> TextEvent:
-        """The first event of a request whose model is being loaded. A client that waits for long gets comments."""
+    async def _first_of_waiting(self, call: HttpExchange) -> TextEvent:
+        """The first event of a request that may have to wait. A client that waits for long gets comments."""
         waiting = asyncio.create_task(_first_event(self.events))
         wait_s = LOADING_S
         try:
             while not (await asyncio.wait([waiting], timeout=wait_s))[0]:
-                if call.loading_model:
+                if comment := self.encoder.comment(await _reason_to_wait(call)):
                     if not call.status:
                         await call.start_stream(self.headers, self.encoder.content_type)
                     await call.send({"type": "http.response.body", "body": comment, "more_body": True})
-                    wait_s = STILL_LOADING_S
+                    wait_s = LOADING_S if call.wants_queue_position else STILL_LOADING_S
             return await waiting
         finally:
             waiting.cancel()
@@ -155,6 +155,21 @@ class EventStream(Streaming):
                 raise Internal("the events ended before the answer was complete")
             except EmberlineError as error:
                 yield encoder.failed(error)
+
+
+async def _reason_to_wait(call: HttpExchange) -> str:
+    """Name what a request without its first event waits for. Empty if its client is told nothing."""
+    if model := call.loading_model:
+        return f"loading {model}"
+    if not call.wants_queue_position:
+        return ""
+    try:
+        n_ahead = await call.service.n_ahead(call.id)
+    except Unavailable:  # this HTTP worker has lost the core
+        return ""
+    if n_ahead is not None:
+        return f"waiting, {n_ahead} ahead"
+    return "running" if call.status else ""  # a client that was told of the queue is told that it is over
 
 
 async def _first_event(events: Events) -> TextEvent:

@@ -138,6 +138,24 @@ def test_the_wait_for_a_model_is_shown(stage: Stage) -> None:
         assert reply(page) == "Hello!"
 
 
+def test_the_place_in_the_queue_is_shown(stage: Stage) -> None:
+    computed = threading.Event()
+
+    async def script(request: GenerateRequest) -> AsyncIterator[TextEvent]:
+        await asyncio.to_thread(computed.wait)
+        async for event in hello(request):
+            yield event
+
+    with stage.site(script) as here:
+        page, here.service.ahead = here.open(), 3
+        ask(page, "Hi")
+        expect(page.locator(".waiting .notice")).to_have_text("waiting, 3 ahead …")
+        here.service.ahead = None
+        expect(page.locator(".waiting .notice")).to_have_text("running …")
+        computed.set()
+        assert reply(page) == "Hello!"
+
+
 def test_reasoning_and_tool_calls(stage: Stage) -> None:
     with stage.site(agent) as here:
         page = here.open()

@@ -112,7 +112,7 @@ export async function pullModel(model, onLine) {
 /** Calls `onChunk` with every chunk of a streamed chat completion, and `onComment` with what the server says meanwhile;
  * throws ConnectionLost if it ends too early. */
 export async function streamChat(body, { signal, affinity, onChunk, onComment }) {
-  const headers = { "content-type": "application/json", "x-session-affinity": affinity };
+  const headers = { "content-type": "application/json", "x-session-affinity": affinity, "x-emberline-queue-position": "true" };
   const response = await request("/v1/chat/completions", { method: "POST", headers, body: JSON.stringify(body), signal });
   let finished = false;
   for await (const data of events(response.body, onComment)) {
