@@ -33,7 +33,6 @@ from emberline.protocol.request import EngineRequest
 
 MAX_WAITING = 256
 PROGRESS_S = 1.0  # between two steps while predictions run: a step tells the core that the worker is alive
-TELL_S = 0.02  # of a prediction before its client is told that it runs: a shorter one costs a single frame
 POLL_S = 0.001  # between two looks at a slot: Cog's server frees it after its reply
 LATE_S = 5.0  # for a thread to see that its prediction's time is over; then the step ends it
 EXPECTED_S = 1.0  # of a prediction, until one has ended
@@ -54,7 +53,6 @@ class _Waiting:
     began_s: float = 0.0  # monotonic; 0: it waits for a slot
     ended_s: float = 0.0
     is_over: bool = False  # its thread has the result
-    is_told: bool = False  # its client knows that it runs
 
     @property
     def running(self) -> bool:
@@ -143,8 +141,7 @@ class PredictionLoop(RequestLoop[_Waiting]):
     @property
     def wake_s(self) -> float:  # type: ignore[override]
         """When the next step is due, if nothing wakes the socket server before."""
-        is_untold = any(each.is_started and not each.is_told for each in self._requests.values())
-        return time.monotonic() + (TELL_S if is_untold else PROGRESS_S)
+        return time.monotonic() + PROGRESS_S
 
     @property
     def busy(self) -> bool:
@@ -166,14 +163,9 @@ class PredictionLoop(RequestLoop[_Waiting]):
         while self._found:
             item, delta = self._found.popleft()
             if self._requests.get(item.request.id) is item:
-                item.is_told = True
                 deltas.append(delta)
                 if delta.finish is not None:
                     del self._requests[item.request.id]
-        for item in self._requests.values():
-            if item.running and not item.is_told and now_s >= item.began_s + TELL_S:
-                item.is_told = True
-                deltas.append(TokenDelta(item.request.id, usage=item.usage()))
         self._threads = {thread for thread in self._threads if not thread.done()}
         self._start_next()
         self._steps += 1
@@ -200,6 +192,7 @@ class PredictionLoop(RequestLoop[_Waiting]):
         item.began_s = time.monotonic()
         if self._requests.get(request.id) is not item or self._crash:  # aborted while it waited
             return
+        self._tell(item, TokenDelta(request.id, usage=item.usage()))
         on_output = None
         if item.params.stream:
 
