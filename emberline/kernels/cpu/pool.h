@@ -10,7 +10,7 @@
 #include <time.h>
 
 #define MAX_THREADS 64
-#define MAX_TASKS 65535
+#define MAX_TASKS 65535 // of a job: a ticket has 16 bits for them
 #define SPIN_NS 50000 // how long a worker spins for the next job before it sleeps
 
 typedef void (*task_fn)(void *arg, int64_t task);
@@ -18,6 +18,7 @@ typedef void (*task_fn)(void *arg, int64_t task);
 static struct {
     task_fn fn;
     void *arg;
+    int64_t first;           // number of the job's first task
     _Atomic uint64_t ticket; // job number << 32 | n_tasks << 16 | next task
     _Atomic uint32_t done;
     atomic_flag taken; // by the caller whose job runs
@@ -50,14 +51,14 @@ static inline int64_t now_ns(void) {
 static inline uint32_t n_tasks_of(uint64_t ticket) { return ticket >> 16 & 0xffff; }
 static inline uint32_t next_task_of(uint64_t ticket) { return ticket & 0xffff; }
 
-// Runs tasks until none is left. fn and arg are safe to read while a task is held: the caller waits for it.
+// Runs tasks until none is left. fn, arg and first are safe to read while a task is held: the caller waits for it.
 static void run_tasks(void) {
     uint64_t ticket = atomic_load_explicit(&pool.ticket, memory_order_acquire);
     while (next_task_of(ticket) < n_tasks_of(ticket)) {
         if (!atomic_compare_exchange_weak_explicit(&pool.ticket, &ticket, ticket + 1, memory_order_acquire,
                                                    memory_order_acquire))
             continue;
-        pool.fn(pool.arg, next_task_of(ticket));
+        pool.fn(pool.arg, pool.first + next_task_of(ticket));
         atomic_fetch_add_explicit(&pool.done, 1, memory_order_release);
         ticket = atomic_load_explicit(&pool.ticket, memory_order_acquire);
     }
@@ -101,14 +102,15 @@ static void *worker_main(void *number_from_1) {
     return NULL;
 }
 
-// Calls fn(arg, 0) .. fn(arg, n_tasks - 1) on all available threads.
-static void parallel_for(task_fn fn, void *arg, int64_t n_tasks) {
+// Calls fn(arg, first) .. fn(arg, first + n_tasks - 1), MAX_TASKS at most, on all available threads.
+static void run_job(task_fn fn, void *arg, int64_t first, int64_t n_tasks) {
     if (n_threads() == 1 || n_tasks == 1 || atomic_flag_test_and_set_explicit(&pool.taken, memory_order_acquire)) {
-        for (int64_t i = 0; i < n_tasks; i++) fn(arg, i);
+        for (int64_t i = 0; i < n_tasks; i++) fn(arg, first + i);
         return;
     }
     pool.fn = fn;
     pool.arg = arg;
+    pool.first = first;
     atomic_store_explicit(&pool.done, 0, memory_order_relaxed);
     uint64_t job = (atomic_load_explicit(&pool.ticket, memory_order_relaxed) >> 32) + 1;
     atomic_store(&pool.ticket, job << 32 | (uint64_t)n_tasks << 16);
@@ -126,6 +128,14 @@ static void parallel_for(task_fn fn, void *arg, int64_t n_tasks) {
         else if (now_ns() - begin > SPIN_NS) sched_yield(); // the thread with the last task may need this core
     }
     atomic_flag_clear_explicit(&pool.taken, memory_order_release);
+}
+
+// Calls fn(arg, 0) .. fn(arg, n_tasks - 1) on all available threads.
+static void parallel_for(task_fn fn, void *arg, int64_t n_tasks) {
+    for (int64_t first = 0; first < n_tasks; first += MAX_TASKS) {
+        const int64_t n_left = n_tasks - first;
+        run_job(fn, arg, first, n_left < MAX_TASKS ? n_left : MAX_TASKS);
+    }
 }
 
 // Units of work per task when `n` units are divided.

@@ -47,5 +47,15 @@ def test_reordered_rows_are_unpacked_in_their_order(backend: NativeBackend) -> N
     np.testing.assert_array_equal(second.codes, first.codes[::-1])
 
 
+@pytest.mark.parametrize("rows", [65_535, 65_536, 151_936])
+def test_matrices_of_more_rows_than_a_job_has_tasks(backend: NativeBackend, rows: int) -> None:
+    """As the output matrix of a large vocabulary."""
+    weight = weight_of("q8_0", rows, 32)
+    expected, found = weight.affine(), weight.affine(backend.unpack)
+    assert expected is not None
+    assert found is not None
+    np.testing.assert_array_equal(found.codes, expected.codes)
+
+
 def test_every_block_format_is_unpacked() -> None:
     assert set(BLOCK_KINDS) == {kind for kind, block in FORMATS.items() if block.unpack is not None}
