@@ -116,11 +116,12 @@ class WebSocketConnection(WebSocketSession):
                 await self.answer(self._take())
                 continue
             self._changed.clear()
+            idle_s = clock() + limits.websocket_idle_s
             try:
-                async with asyncio.timeout(min(limits.websocket_idle_s, max(0.0, closes_s - clock()))):
+                async with asyncio.timeout_at(min(idle_s, closes_s)):
                     await self._changed.wait()
-            except TimeoutError:
-                if clock() < closes_s:
+            except TimeoutError:  # maybe a millisecond early: timers are that coarse
+                if idle_s < closes_s:
                     return _IDLE
                 message = f"the connection is {limits.websocket_age_s / 60:.0f} minutes old: open another one"
                 fields = {"type": "invalid_request_error", "code": _TOO_OLD, "message": message, "param": None}
