@@ -18,16 +18,16 @@ class TokenShare(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Of a block."""
+        """Return how many tokens of a block the rank keeps."""
         return BLOCK_TOKENS // self.size
 
     @property
     def span(self) -> tuple[int, int]:
-        """Which ones: the first, and the one behind the last."""
+        """Return the places in a block of the first token that the rank keeps, and after the last."""
         return self.rank * self.tokens, (self.rank + 1) * self.tokens
 
     def kept(self, n: Tensor) -> Tensor:
-        """How many of the first n tokens of a sequence the rank keeps."""
+        """Return how many of the first n tokens of a sequence the rank keeps."""
         return n // BLOCK_TOKENS * self.tokens + (n % BLOCK_TOKENS - self.span[0]).clamp(0, self.tokens)
 
     def keeps(self, positions: Tensor) -> Tensor:

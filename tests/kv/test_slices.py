@@ -82,7 +82,7 @@ def test_of_ranks_that_hold_the_same_each_sends_to_another():
 
 
 def test_ranks_that_hold_the_same_of_one_group_only_all_send_it():
-    """As of a draft model, which each rank has whole, beside a model that is divided."""
+    """Each rank has a draft model whole, and a part of the divided target."""
     drafter = msgspec.structs.replace(LATENT, name="draft")
     both = tuple((*slices, drafter) for slices in divided(GROUP, tp=2))
     assert set(routes(both, both)) == {(0, 0), (0, 1), (1, 0), (1, 1)}

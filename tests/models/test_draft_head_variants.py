@@ -132,7 +132,7 @@ def test_rotated_rows_of_mla_are_reordered(tmp_path: Path) -> None:
 
 
 def test_names_and_settings_of_published_heads(tmp_path: Path) -> None:
-    """As nvidia's and lightseekorg's heads of the K2 family have them."""
+    """nvidia's and lightseekorg's heads of the K2 family have these settings."""
     scaling = {"type": "yarn", "factor": 64.0, "original_max_position_embeddings": 4096, "beta_fast": 32.0,
                "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}  # fmt: skip
     write(tmp_path, rope_scaling=scaling, rope_theta=50_000.0, rope_interleave=None, norm_before_residual=False,

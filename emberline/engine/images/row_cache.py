@@ -49,7 +49,7 @@ class AbsentRows:
         self._width, self._dtype, self._device = width, dtype, device
 
     def take(self, wanted: Sequence[TileRows]) -> Tensor:
-        """As many zeros as there are rows."""
+        """Return a zero for every row."""
         n_rows = sum(rows.end - rows.first for rows in wanted)
         return torch.zeros(n_rows, self._width, dtype=self._dtype, device=self._device)
 

@@ -117,7 +117,7 @@ def test_a_returning_conversation_encodes_nothing(model: tuple[Path, Any], famil
 
 @pytest.mark.parametrize("family", ["qwen3_vl"])
 def test_a_draft_model_reads_token_ids_alone(model: tuple[Path, Any], family: str, tmp_path: Path) -> None:
-    """It has neither M-RoPE nor layers that rows of images are added behind."""
+    """The draft model has neither M-RoPE nor layers that rows of images are added behind."""
     folder, reference = model
     save_vision_model(tmp_path, "idefics3")
     decoder = load_model(open_checkpoint(tmp_path), "cpu", threads=1)

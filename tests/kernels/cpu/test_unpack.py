@@ -49,7 +49,7 @@ def test_reordered_rows_are_unpacked_in_their_order(backend: NativeBackend) -> N
 
 @pytest.mark.parametrize("rows", [65_535, 65_536, 151_936])
 def test_matrices_of_more_rows_than_a_job_has_tasks(backend: NativeBackend, rows: int) -> None:
-    """As the output matrix of a large vocabulary."""
+    """The output matrix of a large vocabulary has so many."""
     weight = weight_of("q8_0", rows, 32)
     expected, found = weight.affine(), weight.affine(backend.unpack)
     assert expected is not None

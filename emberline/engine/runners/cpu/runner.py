@@ -240,7 +240,7 @@ class CpuRunner:
         return sampler
 
     def _draft_samplers(self, row: Row, slot: _Slot) -> list[SamplerRow]:
-        """Of the draws after each draft: as if all drafts up to it had been sampled."""
+        """Return the sampler rows of the draws after each draft, as if all drafts up to it had been sampled."""
         samplers = [replace(slot.sampler, position=row.end + n) for n in range(1, row.n_drafts + 1)]
         if slot.ids is not None:
             slot.ids += row.draft_ids

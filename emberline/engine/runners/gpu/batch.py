@@ -159,7 +159,7 @@ class StepBatch:
         return Masks([index[place] for _, place in kept], masks.bits[[n for n, _ in kept]])
 
     def with_images(self, slots: Slots) -> list[ImageRow]:
-        """Its chunks that images concern."""
+        """Return the chunks that images concern."""
         starts = accumulate((row.end - row.start for row in self.chunks), initial=self.n_decodes)
         return [
             ImageRow(row.start, row.end, first, slot.images)
