@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu import model_files, report, workloads
+from benchmarks.gpu import model_files, quick, report, workloads
 from benchmarks.gpu.engine import Worker, compile_kernels, wait_until_prepared, worker
 from benchmarks.gpu.start import in_subprocess, measure_starts, write_model
 from benchmarks.gpu.workloads import Prompts
@@ -22,6 +22,8 @@ PEER = Path(__file__).parents[1] / "peers" / "vllm_gpu.py"
 
 def main() -> int:
     args = _parse()
+    if args.quick:
+        return quick.run(args.work, args.out, args.vllm, args.limit_s)
     args.work.mkdir(parents=True, exist_ok=True)
     before = json.loads(args.out.read_text()) if args.add and args.out.exists() else {"emberline": {}, "vllm": {}}
     figures: dict[str, Any] = before["emberline"] | {"device": _device()}
@@ -219,6 +221,10 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--smollm2", type=Path, metavar="GGUF", help="real weights")
     parser.add_argument("--vllm", type=Path, metavar="DIR", help="folder of an installed vLLM")
     parser.add_argument("--vllm-mixed", nargs="*", default=["8192"], metavar="N", help="its token budgets in `mixed`")
+    parser.add_argument(
+        "--quick", action="store_true", help="only the comparison with vLLM, offline and over HTTP, in about 8 minutes"
+    )
+    parser.add_argument("--limit-s", type=float, default=580.0, help="of --quick: end the part that runs by then")
     parser.add_argument("--strict", action="store_true", help="stop at the first failure")
     return parser.parse_args()
 

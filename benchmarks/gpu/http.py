@@ -25,6 +25,7 @@ from benchmarks.process import Process, ended_by_sigterm, free_port
 READY_S = 400.0
 N_IN, N_OUT = 512, 256
 MODEL = "llama"
+VLLM_SERVER = Path(__file__).parents[1] / "peers" / "vllm_server.py"
 
 
 def write_tokenizer(folder: Path, vocab_size: int) -> None:
@@ -91,10 +92,9 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
         command += ["--speculation", "off"]  # drafts would profit from the repetitions of random weights
         env = {"EMBERLINE_HOME": str(args.work / "home")}
     else:
-        command = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--served-model-name", MODEL]
+        command = [str(VLLM_SERVER), "--model", str(folder), "--served-model-name", MODEL]
         command += ["--port", str(port), "--max-num-seqs", "256", "--max-model-len", "40960"]
-        env = {"PYTHONPATH": str(args.vllm), "TRITON_CACHE_DIR": str(args.work / "triton-vllm"), "HF_HUB_OFFLINE": "1"}
-        env["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # as in `benchmarks.peers.vllm_gpu`
+        env = {"PYTHONPATH": str(args.vllm), "TRITON_CACHE_DIR": str(args.work / "triton-vllm")}
     with Process([sys.executable, *command], args.work / f"{name}-http.log", {**os.environ, **env}) as server:
         return asyncio.run(_measure(port, server, args))
 
@@ -108,13 +108,17 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--engines", nargs="+", default=["emberline", "vllm"])
+    parser.add_argument("--add", action="store_true", help="to the figures already in --out")
     parser.add_argument("--vllm", type=Path, metavar="DIR", help="folder of an installed vLLM")
     args = parser.parse_args()
     config = {**model_files.LLAMA_8B, "num_hidden_layers": args.layers}
     model_files.write(args.work / MODEL, config)
     write_tokenizer(args.work / MODEL, config["vocab_size"])
-    figures: dict[str, Any] = {}
-    for name in ("emberline", "vllm") if args.vllm else ("emberline",):
+    figures: dict[str, Any] = json.loads(args.out.read_text()) if args.add and args.out.exists() else {}
+    for name in args.engines:
+        if name == "vllm" and args.vllm is None:
+            continue
         figures[name] = measure(name, args)
         args.out.write_text(json.dumps(figures, indent=1))
         print(name, json.dumps(figures[name]), flush=True)

@@ -7,6 +7,7 @@ that the last step of each batch touched are counted in both engines and printed
 
 Each engine is started --starts times, in turns, and each workload measured --repeats times a start: the figures are
 medians with the smallest and the largest. --limit-s and --only fit a part into the time there is, --add goes on.
+--only also runs batches (b24) and prompt lengths (16384) that a model's list lacks.
 """
 
 import argparse
@@ -27,6 +28,7 @@ from benchmarks.gpu.large_shapes import FP8_PER_CHANNEL, GLM_FLASH, KIMI_9, QWEN
 from benchmarks.gpu.model_files import LLAMA_8B
 from benchmarks.gpu.start import measure_starts
 from benchmarks.gpu.workloads import Prompts
+from benchmarks.process import ended_by_sigterm
 
 PEER = Path(__file__).parents[1] / "peers" / "vllm_gpu.py"
 VOCAB = 120_000  # of the prompts' tokens; no smaller than that of any of the models
@@ -76,13 +78,14 @@ class Deadline:
 
 
 def main() -> int:
+    ended_by_sigterm()
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu.large_models",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("models", nargs="*", default=["kimi", "qwen3", "fp8", "bf16"], help=", ".join(MODELS))
-    parser.add_argument("--only", nargs="+", metavar="WORKLOAD", help="b1, 8192, agentic, …; default: all of a model")
+    parser.add_argument("--only", nargs="+", metavar="WORKLOAD", help="b1, 8192, agentic, …; default: a model's list")
     parser.add_argument("--limit-s", type=float, metavar="S", help="begin no workload after so many seconds")
     parser.add_argument("--work", type=Path, default=Path("/tmp/emberline-large"))
     parser.add_argument("--out", type=Path, default=Path("large.json"))
@@ -98,7 +101,7 @@ def main() -> int:
     figures: dict[str, Any] = json.loads(args.out.read_text()) if args.add and args.out.exists() else {}
     for name in args.models:
         config, wanted = MODELS[name]
-        wanted = tuple(each for each in wanted if args.only is None or each in args.only)
+        wanted = chosen(wanted, args.only)
         folder = args.work / name
         folder.mkdir(exist_ok=True)
         (folder / "config.json").write_text(json.dumps(config))
@@ -118,6 +121,13 @@ def main() -> int:
                 args.out.write_text(json.dumps(figures, indent=1))
     print(table(figures))
     return 0
+
+
+def chosen(listed: tuple[str, ...], only: list[str] | None) -> tuple[str, ...]:
+    """The workloads to run of a model with these listed ones. Batches and prompt lengths need not be listed."""
+    if only is None:
+        return listed
+    return tuple(name for name in only if name in listed or name.isdigit() or decode_rows(name))
 
 
 def uniform(config: dict[str, Any], batch: int) -> float:
@@ -182,6 +192,11 @@ def decode_rows(name: str) -> int:
     return int(match[1]) if match else 0
 
 
+def _size(name: str) -> tuple[bool, int]:
+    """Sorts batches before prompt lengths, both by size."""
+    return name.isdigit(), decode_rows(name) or int(name)
+
+
 def _vocabulary(n: int) -> list[bytes]:
     """Texts for a model that has none: bytes, then words of letters and others that no grammar of letters allows."""
     words = (f"{'word' if i % 3 else '#'}{''.join(chr(97 + int(d)) for d in str(i))}".encode() for i in range(256, n))
@@ -229,7 +244,9 @@ def _peer(command: list[str], env: dict[str, str], out: Path, work: Path) -> dic
 def table(figures: dict[str, Any]) -> str:
     rows = [("", "Emberline", "vLLM", "ratio", "must", "", "experts touched a layer")]
     for name, engines in figures.items():
-        for key in MODELS[name][1]:
+        measured = {key for runs in engines.values() for run in runs for key in run}
+        more = sorted((key for key in measured if key.isdigit() or decode_rows(key)), key=_size)
+        for key in dict.fromkeys([*MODELS[name][1], *more]):
             own, peer = (_all(engines[engine], key) for engine in ("emberline", "vllm"))
             if not own:
                 continue

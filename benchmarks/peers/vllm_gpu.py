@@ -6,8 +6,7 @@ shapes of models and, for single workloads, the generator of weights: see `vllm_
 
 import argparse
 import asyncio
-import importlib.abc
-import importlib.machinery
+import importlib
 import itertools
 import json
 import os
@@ -17,9 +16,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from types import ModuleType
 from typing import Any
-from unittest.mock import MagicMock
 
 os.environ |= {
     "VLLM_USE_FLASHINFER_SAMPLER": "0",  # not in the bundle
@@ -28,32 +25,8 @@ os.environ |= {
     "VLLM_LOGGING_LEVEL": "WARNING",
 }
 EVERYTHING = ["decode", "warm", "prefill", "throughput", "agentic"]
-# Modules that vLLM 0.24 to 0.26 imports and that these workloads never use.
-ABSENT = {
-    *("xgrammar", "soundfile", "pycountry", "tilelang", "supervisor"),
-    *("humming", "tokenspeed_mla", "cv2", "nvtx", "fastsafetensors", "PyNvVideoCodec"),
-}
-
-
-class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Modules left out of the bundle: importing one gives an object that answers to anything."""
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name.partition(".")[0] not in ABSENT:
-            return None
-        return importlib.machinery.ModuleSpec(name, self, is_package=True)
-
-    def create_module(self, spec: Any) -> ModuleType:
-        module = MagicMock(name=spec.name)
-        for key, value in dict(__spec__=spec, __path__=[], __name__=spec.name, __version__="0").items():
-            setattr(module, key, value)
-        return module
-
-    def exec_module(self, module: ModuleType) -> None:
-        pass
-
-
-sys.meta_path.append(Absent())  # here, and so in the processes that vLLM starts too
+sys.path.append(str(Path(__file__).parent))
+importlib.import_module("absent_modules").install()  # here, and so in the processes that vLLM starts too
 
 
 def model_folder() -> str:

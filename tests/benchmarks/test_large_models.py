@@ -7,7 +7,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from benchmarks.gpu import counting_worker, large_models, large_shapes
+from benchmarks.gpu import counting_worker, large_models, large_shapes, quick
 from emberline.kernels.gpu.moe_routing import make_permutation, permutation_ints
 from emberline.weights.generated import generate_checkpoint
 from emberline.weights.tensor_names import canonical
@@ -65,6 +65,28 @@ def test_workloads_have_titles_and_rows():
     ]  # fmt: skip
     assert not large_models.Deadline(None).passed
     assert large_models.Deadline(0).passed
+
+
+def test_only_runs_batches_and_lengths_that_a_list_lacks():
+    listed = large_models.MODELS["kimi"][1]
+    assert large_models.chosen(listed, None) == listed
+    assert large_models.chosen(listed, ["b16", "b64", "16384", "agentic"]) == ("b16", "b64", "16384")
+    runs = {"emberline": [{"b16": [12.0], "16384": [0.4]}], "vllm": [{"b16": [10.0], "16384": [0.5]}]}
+    by_title = {line.partition("  ")[0]: line for line in large_models.table({"kimi": runs}).splitlines()[1:]}
+    assert "1.200" in by_title["kimi, decode, batch 16, tok/s"]
+    assert "1.250" in by_title["kimi, prefill 16,384, s"]
+
+
+def test_the_quick_table_has_the_ratio_of_every_workload():
+    alone = {"emberline": [{"b1": [246.0], "8192": [0.2]}], "vllm": [{"b1": [200.0], "8192": [0.21]}]}
+    http = {"emberline": {"streams_64": {"tok_s": 110.0}}, "vllm": {"streams_64": {"tok_s": 100.0}}}
+    figures = {"offline": alone, "http": http, "failed": {"vllm over HTTP": "no time"}}
+    by_title = {line.partition("  ")[0]: line.split() for line in quick.table(figures).splitlines()}
+    assert by_title["decode, batch 1, tok/s"][-3:] == ["1.230", "1.23", "ok"]
+    assert by_title["prefill 8,192, s"][-3:] == ["1.050", "1.04", "ok"]
+    assert by_title["HTTP, 64 streams, tok/s"][-3:] == ["1.100", "1.15", "short"]
+    assert by_title["agentic 32 × 8, s"][-2] == "–"
+    assert "vllm over HTTP: no time" in by_title
 
 
 def _permutation(tokens):
