@@ -13,6 +13,7 @@ alone. `ask` counts exact answers (target: 98 %), those that another picture wou
 
 import argparse
 import base64
+import functools
 import io
 import json
 import time
@@ -60,13 +61,31 @@ class Scenes:
     places: Tensor
 
     @classmethod
+    def every(cls) -> "Scenes":
+        """One scene of each combination."""
+        names, colours, places = (torch.arange(len(values)) for values in (NAMES, COLOURS, PLACES))
+        return cls(*torch.cartesian_prod(names, colours, places).unbind(1))
+
+    @classmethod
     def draw(cls, n: int, generator: torch.Generator, *, held_out: bool) -> "Scenes":
-        """Random scenes, of the combinations that are held out or of the others."""
-        numbers = torch.arange(len(NAMES) * len(COLOURS) * len(PLACES))
-        numbers = numbers[((numbers * 7919) % 1009 % HELD_OUT == 0) == held_out]
-        chosen = numbers[torch.randint(len(numbers), (n,), generator=generator)]
-        names, rest = chosen // (len(COLOURS) * len(PLACES)), chosen % (len(COLOURS) * len(PLACES))
-        return cls(names, rest // len(PLACES), rest % len(PLACES))
+        """Random scenes on the generator's device, of the combinations that are held out or of the others."""
+        all_scenes = cls.every()
+        numbers = torch.arange(len(all_scenes.names))
+        numbers = numbers[((numbers * 7919) % 1009 % HELD_OUT == 0) == held_out].to(generator.device)
+        chosen = numbers[torch.randint(len(numbers), (n,), generator=generator, device=generator.device)]
+        return all_scenes.to(generator.device)[chosen]
+
+    def to(self, device: torch.device) -> "Scenes":
+        """The same scenes on a device."""
+        return Scenes(self.names.to(device), self.colours.to(device), self.places.to(device))
+
+    def __getitem__(self, chosen: Tensor) -> "Scenes":
+        return Scenes(self.names[chosen], self.colours[chosen], self.places[chosen])
+
+    @property
+    def numbers(self) -> Tensor:
+        """Positions of the scenes' combinations in `every`."""
+        return (self.names * len(COLOURS) + self.colours) * len(PLACES) + self.places
 
     def answer(self, picture: int, question: int) -> str:
         """The answer to one of QUESTIONS about one picture."""
@@ -76,24 +95,28 @@ class Scenes:
 
 
 def render(scenes: Scenes, generator: torch.Generator) -> Tensor:  # uint8 [pictures, SIDE, SIDE, 3]
-    """Draw scenes: size, exact place, shade, background and noise are random."""
-    n, largest = len(scenes.names), max(GLYPH_SIDES)
-    sizes = torch.randint(len(GLYPH_SIDES), (n,), generator=generator)
+    """Draw scenes on the generator's device: size, exact place, shade, background and noise are random."""
+    n, largest, device = len(scenes.names), max(GLYPH_SIDES), generator.device
+
+    def random(low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, high, (n, *shape), generator=generator, device=device)
+
+    sizes = random(0, len(GLYPH_SIDES))
     cell = SIDE // 3
     corner = torch.stack((scenes.places // 3, scenes.places % 3), 1) * cell
-    corner = corner + torch.randint(0, cell - largest + 1, (n, 2), generator=generator)
-    at = torch.arange(SIDE)[None, None] - corner[..., None]  # [pictures, 2, SIDE]: in the glyph's own pixels
+    corner = corner + random(0, cell - largest + 1, 2)
+    at = torch.arange(SIDE, device=device)[None, None] - corner[..., None]  # [pictures, 2, SIDE]: in glyphs' pixels
     inside = (at >= 0) & (at < largest)
     at = at.clamp(0, largest - 1)
-    mask = glyphs()[scenes.names, sizes][torch.arange(n)[:, None, None], at[:, 0, :, None], at[:, 1, None, :]]
+    masks = glyphs().to(device)[scenes.names, sizes]
+    mask = masks[torch.arange(n, device=device)[:, None, None], at[:, 0, :, None], at[:, 1, None, :]]
     mask = (mask & inside[:, 0, :, None] & inside[:, 1, None, :])[..., None]
-    shade = torch.randint(-14, 15, (n, 1, 1, 3), generator=generator)
-    ink = torch.tensor(list(COLOURS.values()))[scenes.colours][:, None, None] + shade
-    ground = 95 + torch.randint(0, 66, (n, 1, 1, 1), generator=generator)
-    noise = torch.randint(-9, 10, (n, SIDE, SIDE, 3), generator=generator)
-    return (torch.where(mask, ink, ground) + noise).clamp(0, 255).to(torch.uint8)
+    ink = torch.tensor(list(COLOURS.values()), device=device)[scenes.colours][:, None, None] + random(-14, 15, 1, 1, 3)
+    ground = 95 + random(0, 66, 1, 1, 1)
+    return (torch.where(mask, ink, ground) + random(-9, 10, SIDE, SIDE, 3)).clamp(0, 255).to(torch.uint8)
 
 
+@functools.cache
 def glyphs() -> Tensor:  # bool [names, sizes, largest, largest]
     """Masks of all names in all sizes."""
     largest = max(GLYPH_SIDES)
@@ -134,18 +157,29 @@ def prompt_ids(question: str) -> list[int]:
     return [START, *b"User:", *picture, *question.encode(), END, *b"\nAssistant:"]
 
 
+@functools.cache
+def conversations(device: torch.device) -> tuple[Tensor, Tensor]:  # int64 [scenes, questions, tokens], both
+    """Token ids and labels (-100: not learned) of every question about each of `Scenes.every`."""
+    scenes, rows, labels = Scenes.every(), [], []
+    for number in range(len(scenes.names)):
+        for question, text in enumerate(QUESTIONS):
+            prompt, answer = prompt_ids(text), [*b" ", *scenes.answer(number, question).encode(), END]
+            rows.append(torch.tensor(prompt + answer))
+            labels.append(torch.tensor([-100] * len(prompt) + answer))
+    found = (
+        nn.utils.rnn.pad_sequence(lines, batch_first=True, padding_value=padding).to(device)
+        for lines, padding in ((rows, PAD), (labels, -100))
+    )
+    token_ids, targets = (tensor.unflatten(0, (-1, len(QUESTIONS))) for tensor in found)
+    return token_ids, targets
+
+
 def batch(n: int, generator: torch.Generator, *, held_out: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Pictures, token ids and labels (-100: not learned) of n conversations."""
+    """Pictures, token ids and labels of n conversations, on the generator's device."""
     scenes = Scenes.draw(n, generator, held_out=held_out)
-    pictures = render(scenes, generator)
-    rows, labels = [], []
-    for number in range(n):
-        question = number % len(QUESTIONS)
-        prompt, answer = prompt_ids(QUESTIONS[question]), [*b" ", *scenes.answer(number, question).encode(), END]
-        rows.append(torch.tensor(prompt + answer))
-        labels.append(torch.tensor([-100] * len(prompt) + answer))
-    pad = nn.utils.rnn.pad_sequence
-    return pictures, pad(rows, batch_first=True, padding_value=PAD), pad(labels, batch_first=True, padding_value=-100)
+    token_ids, labels = conversations(generator.device)
+    asked = scenes.numbers, torch.arange(n, device=generator.device) % len(QUESTIONS)
+    return render(scenes, generator), token_ids[asked], labels[asked]
 
 
 # --- the model, with the names of SmolVLM's checkpoints ---------------------------------------------------------------
@@ -287,13 +321,13 @@ def train(folder: Path, minutes: float, device: str, tiny: bool, batch_size: int
     n_weights = sum(parameter.numel() for parameter in model.parameters())
     print(f"{n_weights / 1e6:.2f} million weights on {device}")
     optimizer = torch.optim.AdamW(model.parameters(), learning_rate, weight_decay=0.05, betas=(0.9, 0.98))
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator(device).manual_seed(1)
     began, step, limit_s = time.monotonic(), 0, 60 * minutes
     while (spent := time.monotonic() - began) < limit_s:
         rate = min(1.0, (step + 1) / 100) * max(0.02, 1 - spent / limit_s)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate * rate
-        pictures, token_ids, labels = (x.to(device) for x in batch(batch_size, generator, held_out=False))
+        pictures, token_ids, labels = batch(batch_size, generator, held_out=False)
         with torch.autocast(device.partition(":")[0], torch.bfloat16, enabled=device.startswith("cuda")):
             logits = model(pictures, token_ids)
         loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), ignore_index=-100)
@@ -313,9 +347,9 @@ def train(folder: Path, minutes: float, device: str, tiny: bool, batch_size: int
 def exact(model: SeeingModel, device: str, n: int = 400) -> float:
     """Share of held-out conversations whose answers the model would write exactly."""
     right = 0
-    generator = torch.Generator().manual_seed(2)
+    generator = torch.Generator(device).manual_seed(2)
     for _ in range(0, n, 100):
-        pictures, token_ids, labels = (x.to(device) for x in batch(100, generator, held_out=True))
+        pictures, token_ids, labels = batch(100, generator, held_out=True)
         best = model(pictures, token_ids).argmax(-1)[:, :-1]
         right += int(((best == labels[:, 1:]) | (labels[:, 1:] < 0)).all(1).sum())
     return right / n
