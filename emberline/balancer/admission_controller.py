@@ -84,7 +84,7 @@ class AdmissionController:
         return found
 
     def waiting_s(self, model: str) -> float | None:
-        """How long the first of the requests that wait for the model has waited; None: none waits."""
+        """Return the age in seconds of the oldest request that waits for the model, or None if none waits."""
         since_s = min((record.arrived_s for record in self.balancer.waiting_of(model)), default=None)
         return None if since_s is None else self._clock() - since_s
 
@@ -234,7 +234,7 @@ class AdmissionController:
         self._kv_handle = asyncio.get_running_loop().call_soon(self._apply_kv_events) if self._kv_events else None
 
     def _forget_kv_events(self, name: str, tier: str | None = None) -> None:
-        """Of one tier, or of all."""
+        """Drop the worker's queued KV events of one tier, or of every tier if `tier` is None."""
         if self._kv_events:
             self._kv_events = deque(
                 event for event in self._kv_events if event[0] != name or tier not in (None, event[1])

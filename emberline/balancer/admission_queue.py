@@ -32,7 +32,7 @@ class PoolQueue:
         self._departed_s = now_s
 
     def retry_after_s(self, now_s: float) -> float:
-        """In how many seconds the queue will be empty, at the recent rate of departures."""
+        """Estimate the seconds until the queue is empty from the recent rate of departures."""
         rate = self._departures * math.exp((self._departed_s - now_s) / RATE_S) / RATE_S
         return min(MAX_RETRY_S, max(MIN_RETRY_S, len(self.waiting) / rate)) if rate > 0 else MAX_RETRY_S
 

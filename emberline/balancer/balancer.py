@@ -102,7 +102,7 @@ class Balancer:
         return self.queue.waiting_of(self.fleet.pool_name(model))
 
     def cached_tokens(self, request: RouteRequest) -> int:
-        """Of its prompt, on the worker that has the most."""
+        """Return the largest number of the request's prompt tokens that any single worker has cached."""
         match = self._index.match(request.keys)
         return min(match[0][0] * self.settings.block_tokens, request.input_tokens) if match else 0
 

@@ -22,7 +22,8 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
     transfer_s: float = 2e-6  # of a token's KV from prefill to decode
 
     def prefill_s(self, uncached: int, total: int) -> float:
-        """Of a prompt of `total` tokens, of which the last `uncached` are computed, alone on the worker."""
+        """Estimate the prefill time, on an otherwise idle worker, of a prompt whose last `uncached` tokens of `total`
+        are computed."""
         return self.request_s + self.work_s(uncached, total)
 
     def work_s(self, uncached: int, total: int) -> float:

@@ -40,7 +40,8 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def provider_pool(name: str) -> str:
-    """What a provider's endpoint has in place of its models, which nobody can list: it serves all under its name."""
+    """Name the pool of a provider's endpoint. A provider's models cannot be listed, so the endpoint serves them all
+    under this name."""
     return f"{name.lower()}/*"
 
 
@@ -67,7 +68,7 @@ def engine_endpoint(config: EndpointConfig) -> Endpoint:
 
 
 class Capacity(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker can hold. Known once it has connected."""
+    """Capacity of a worker, known once the worker has connected."""
 
     max_running: int = DEFAULT_MAX_RUNNING
     kv_tokens: int = 0  # 0: unknown

@@ -45,7 +45,7 @@ class SmoothedMean:
 
 
 class JobQuota:
-    """How many jobs one worker may run: a cap that adapts to the latency of its requests."""
+    """Cap on the jobs that one worker runs. The cap adapts to the latency of the worker's requests."""
 
     def __init__(self, worker: Worker, share: float, now_s: float) -> None:
         self.worker = worker
@@ -203,7 +203,7 @@ class Grants:
             quota.observe_ttft(ttft_s, mixed, self._clock())
 
     def queued(self, oldest_s: Mapping[str, float]) -> None:
-        """For how long the oldest queued job of each model has waited; models without jobs are left out."""
+        """Record the age in seconds of the oldest queued job of each model. Models without queued jobs are left out."""
         now_s = self._clock()
         self._queued_since_s = {model: now_s - waited_s for model, waited_s in oldest_s.items()}
 

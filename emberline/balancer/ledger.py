@@ -212,7 +212,7 @@ class InFlightLedger:
         del self._records[record.request.id]
 
     def charge(self, record: InFlightRequest, decode: InFlightLoad, prefill: InFlightLoad, now_s: float) -> None:
-        """It is dispatched: add it to the loads of its workers."""
+        """Add a dispatched request to the loads of its workers."""
         assert record.decode is None, f"{record.request.id} is charged already"
         n = record.request.n
         record.decode, record.prefill = decode, prefill
@@ -247,14 +247,14 @@ class InFlightLedger:
         return True
 
     def first_token(self, record: InFlightRequest, progress: int) -> None:
-        """Its reply grows from now on. `progress`: `LoadReports.progress` of its decode worker."""
+        """Count the request as decoding. `progress` is `LoadReports.progress` of its decode worker."""
         if record.decode is not None and record.started is None and not record.is_job:
             record.started = record.request.n * progress
             record.decode.decoding += record.request.n
             record.decode.started += record.started
 
     def release(self, record: InFlightRequest) -> None:
-        """It is on no worker any more."""
+        """Remove the request from the loads of its workers."""
         self.prefilled(record)
         decode, n = record.decode, record.request.n
         assert decode is not None

@@ -78,7 +78,7 @@ class LoadReports:
         return now_s - self.at_s < STALE_S
 
     def own_share(self, own_tokens: int) -> float:
-        """Of the worker's prefill time, the share that our prompts get."""
+        """Return the share of the worker's prefill time that this core's prompts get."""
         return own_tokens / (own_tokens + self.foreign_tokens) if own_tokens > 0 else 1.0
 
     def rejecting(self, now_s: float) -> bool:

@@ -1,7 +1,7 @@
-"""What one core sees of a model, for the planner: queued work, arrivals, and what each worker measures.
+"""Load of one model as one core sees it, for the planner: queued work, arrivals, and what each worker measures.
 
-Read every few seconds, in time proportional to the workers and to a bounded number of waiting requests. Routing itself
-only counts.
+The planner reads it every few seconds, in time proportional to the workers and to a bounded number of waiting requests.
+Routing itself only counts.
 """
 
 import math
@@ -51,7 +51,7 @@ class BusyRates:
 
 
 class ModelLoadMeter:
-    """Of one model. Owns the history of arrivals."""
+    """Measures the load of one model. Owns the history of its arrivals."""
 
     def __init__(self, model: str, balancer: Balancer, now_us: Callable[[], int]) -> None:
         """`now_us`: the store's clock."""
@@ -117,7 +117,7 @@ class ModelLoadMeter:
         )
 
     def _new_output(self, workers: list[Worker]) -> int:
-        """Of this core's sequences: its share of what the workers have generated since the last time."""
+        """Estimate this core's share of the tokens that the workers have generated since the last call."""
         new = 0.0
         totals: dict[str, int] = {}
         for worker in workers:

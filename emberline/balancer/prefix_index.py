@@ -135,7 +135,8 @@ class FleetPrefixIndex:
                 n_left -= 1 + self._visit(spare_used)
 
     def match(self, keys: bytes) -> Match:
-        """How many leading blocks each worker holds, deepest first. Workers in no entry hold none."""
+        """Return the number of leading blocks that each worker holds, deepest first. Workers without an entry hold
+        none."""
         n = len(keys) // DIGEST_BYTES
         if not n:
             return []
@@ -257,8 +258,8 @@ def _split(keys: bytes) -> list[int]:
 
 
 def shared_blocks(match: Match, slot_bits: list[int]) -> int:
-    """How many leading blocks more than half of the workers hold, given by their slots: what many conversations begin
-    with."""
+    """Count the leading blocks that more than half of the workers hold: the beginning that many conversations share.
+    `slot_bits` are the workers' slots."""
     bits = 0
     for of_worker in slot_bits:
         bits |= of_worker

@@ -81,7 +81,7 @@ class RoutingInput:
         return [worker for worker in candidates if worker.slot_bits & bits] if bits else []
 
     def wait_s(self, worker: Worker, now_s: float) -> float:
-        """Until the worker would begin this prompt."""
+        """Return the seconds until the worker would begin this prompt."""
         jobs_s = worker.in_flight.job_work_us * 1e-6 * worker.prefill_speed.scale if self.is_job else 0.0
         return worker.wait_s(now_s) + jobs_s
 
@@ -158,8 +158,9 @@ class LowestCost:
 
 
 class LeastInterference:
-    """For decode workers: where the running sequences slow a new one least, and its prompt is available soonest:
-    computed there, or by the prefill worker and transferred. Uncached tokens evict cached ones either way."""
+    """Policy for decode workers: prefer the worker whose running sequences slow the new one least and whose KV of the
+    prompt is ready soonest, computed there or received from the prefill worker. Uncached tokens evict cached ones
+    either way."""
 
     backpressure = True
 
@@ -223,10 +224,11 @@ class LeastLoaded:
 
 
 def least_used(candidates: Sequence[Worker], costs: Sequence[float], need: RoutingInput, now_s: float) -> Worker:
-    """Of those that cost nearly the least, two by the session's own order, and of these the less used one.
+    """Return the less used of two workers, chosen by the session's own order among those that cost nearly the least.
 
-    So several cores that see the same loads do not all choose the same worker, and an unknown session goes to the same
-    two from every core.
+    Several cores that see the same loads therefore do not all choose the same worker, and an unknown session goes to
+    the same
+    two workers from every core.
     """
     limit = near(min(costs))
     best = [worker for worker, cost in zip(candidates, costs) if cost <= limit]
@@ -238,7 +240,7 @@ def least_used(candidates: Sequence[Worker], costs: Sequence[float], need: Routi
 
 
 def interference(worker: Worker, now_s: float) -> float:
-    """How much longer a prefill takes there than on an idle worker, as a fraction: it shares steps with decodes."""
+    """Return the relative slowdown of a prefill by the decodes that share its steps; 0 on an idle worker."""
     if not worker.active(now_s):
         return 0.0
     in_flight = worker.in_flight

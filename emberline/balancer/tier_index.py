@@ -1,4 +1,4 @@
-"""What tiers below the device hold, as slots of the fleet's prefix index, and what fetching from them costs.
+"""Index of the KV tiers below the device: their slots in the fleet's prefix index, and the cost of fetching from them.
 
 A worker has a slot for each of its own tiers. The cluster's pool has one slot for all: what it holds, every worker that
 is connected to it can fetch.
@@ -40,7 +40,7 @@ class TierIndex:
             self._drop(holder)
 
     def update(self, worker: Worker, tiers: tuple[TierStats, ...]) -> None:
-        """From a load report: a tier that is degraded is not counted on."""
+        """Read the worker's tiers from a load report. A degraded tier is not counted on."""
         token_bytes = worker.capacity.kv_token_bytes
         costs = []
         for stats in tiers if token_bytes else ():

@@ -24,7 +24,7 @@ SPEED_FADES_S = 30.0  # without a first token, after which its measured speed co
 
 
 class FetchCost(NamedTuple):
-    """Of KV that a tier below the device holds: its slot in the prefix index, and seconds for each token."""
+    """Cost of fetching KV from a tier below the device: the tier's slot in the prefix index, and seconds per token."""
 
     slot_bits: int
     token_s: float
@@ -118,17 +118,18 @@ class Worker:
 
     @property
     def draining(self) -> bool:
-        """It finishes what it has: an operator wants it, or it says so itself, because it shuts down."""
+        """True if the worker only finishes what it has, because an operator drains it or because it shuts down."""
         return self.drained or self.load.draining
 
     @property
     def available(self) -> bool:
-        """Whether it takes requests, well or badly."""
+        """True if the worker accepts requests, even if it is slow."""
         return self.connected and not self.draining and not self.stalled
 
     @property
     def takes_granted(self) -> bool:
-        """Whether a job that was granted room there may come: also when it was drained since."""
+        """True if a job that was granted room on this worker may still go there, even if an operator has drained it
+        since."""
         return self.connected and not self.load.draining and not self.stalled
 
     @property
@@ -146,7 +147,7 @@ class Worker:
         return self.ready and not self.is_stalled(now_s)
 
     def check_health(self, now_s: float) -> bool:
-        """What only time changes. Whether it did, so that the pool must decide anew."""
+        """Update what changes with time alone. Returns True if it changed, so that the pool must decide anew."""
         before = self.available, self.breaker.allows
         self.breaker.check(now_s)
         self.stalled = self.is_stalled(now_s)
@@ -159,7 +160,7 @@ class Worker:
     # --- load --------------------------------------------------------------------------------------------------------
 
     def wait_s(self, now_s: float) -> float:
-        """Until the prompts that are there now are computed."""
+        """Return the seconds until the worker has computed the prompts that it holds."""
         in_flight, reports = self.in_flight, self.reports
         if not in_flight.work_us and not reports.foreign_tokens:
             return 0.0
@@ -176,7 +177,7 @@ class Worker:
         return n_own + self.reports.foreign_active(now_s)
 
     def slot_wait_s(self, n: int, kv_tokens: int, now_s: float, passes_flex: bool = False) -> float:
-        """Until `n` more sequences can run, that will need so much KV together."""
+        """Return the seconds until `n` more sequences, which together need `kv_tokens` of KV, can run."""
         capacity = self.capacity
         over = self.active(now_s, passes_flex) + n - capacity.max_running
         if over <= 0 and self.has_memory(kv_tokens, now_s, passes_flex):
@@ -184,8 +185,9 @@ class Worker:
         return self.mean_request_s * max(1, over) / capacity.max_running
 
     def fits(self, n: int, kv_tokens: int, now_s: float, passes_flex: bool = False, spare: int = 0) -> bool:
-        """Whether `n` more sequences can run, by count and memory; `spare`: sequences allowed to wait in the worker.
-        A worker with nothing but preemptible sequences always takes one: no other may ever have more room."""
+        """True if `n` more sequences can run, by count and by memory. `spare` is the number of sequences allowed to
+        wait in the worker. A worker with nothing but preemptible sequences always takes one, since no other may ever
+        have more room."""
         active = self.active(now_s, passes_flex)
         if active == 0:
             return True
@@ -216,8 +218,8 @@ class Worker:
         return not self.capacity.shared or self.has_slot(record.request)
 
     def has_memory(self, kv_tokens: int, now_s: float, passes_flex: bool = False) -> bool:
-        """Whether so many more tokens of KV will fit, after the growth of what is there. By the worker's own report,
-        since sequences may share most of their KV; without one, by our own sum."""
+        """True if `kv_tokens` more tokens of KV will fit after the growth of the running sequences. The worker's own
+        report counts, since sequences may share most of their KV; without a report, this core's own sum does."""
         in_flight, reports, load = self.in_flight, self.reports, self.reports.load
         if not load.kv_total_blocks or not reports.is_fresh(now_s):
             return not self.capacity.kv_tokens or in_flight.kv_tokens + kv_tokens <= KV_FULL * self.capacity.kv_tokens
@@ -237,7 +239,7 @@ class Worker:
         return (cost.stream_s * in_flight.active + cost.context_s * in_flight.decode_tokens) * self.decode_speed.scale
 
     def has_queue(self, now_s: float) -> bool:
-        """Whether a request would wait behind others in the worker: that may be so below its `max_running`, too."""
+        """True if a request would wait behind others in the worker, which is possible even below its `max_running`."""
         load = self.reports.load
         fresh = self.reports.foreign_active(now_s) or self.in_flight.sync_active
         return bool(fresh) and load.waiting > load.waiting_batch
@@ -251,7 +253,7 @@ class Worker:
             self.decode_speed.fade(decode_scale)
 
     def measure(self, before: EngineLoad, load: EngineLoad, elapsed_s: float) -> None:
-        """From two reports: the share of busy time, and, if there was work between them, the step time."""
+        """Update the busy share and, if the worker did steps in between, the step time from two successive reports."""
         self._busy_share = _faded(self._busy_share, before.running > 0, elapsed_s)
         n_steps = load.steps - before.steps
         if n_steps > 0 and 0 < elapsed_s < 2.0 and before.running and load.running:
@@ -259,7 +261,7 @@ class Worker:
             self.decode_speed.add(elapsed_s / n_steps, self.cost.decode_step_s(load.running, tokens))
 
     def busy_share(self, now_s: float) -> float:
-        """Of recent time, in which sequences of any core ran."""
+        """Return the share of recent time in which the worker ran sequences of any core."""
         return _faded(self._busy_share, self.reports.load.running > 0, now_s - self.reports.at_s)
 
     def dispatched(self, tokens: int, now_s: float) -> None:

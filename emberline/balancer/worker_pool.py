@@ -25,7 +25,7 @@ _SMOOTHING = 0.05
 
 
 class ReplyLengths:
-    """Of a model's recent replies, in tokens."""
+    """Lengths, in tokens, of a model's recent replies."""
 
     def __init__(self) -> None:
         self.mean = float(OUTPUT_TOKENS)  # smoothed
@@ -43,7 +43,8 @@ class ReplyLengths:
         return min(self.mean, max_tokens or self.mean)
 
     def predicted(self, max_tokens: int) -> int:
-        """What most replies do not exceed, nor this one its `max_tokens` (0: unknown)."""
+        """Predict the length of a reply: a high quantile of recent replies, at most its `max_tokens` (0 means
+        unknown)."""
         known = self._ordered
         most = known[int(QUANTILE * len(known))] if known else OUTPUT_TOKENS
         return min(most, max_tokens or most)
@@ -191,9 +192,9 @@ class WorkerPool:
             worker.fade_speed(median_low(prefill), median_low(decode) if decode else 1.0, now_s)
 
     def _prefills_locally(self, decode: Worker, need: RoutingInput, now_s: float) -> bool:
-        """Whether the decode worker computes the prompt itself: when little of it is uncached, or when that takes less
-        time than prefill elsewhere and the transfer, the delay of its running sequences included. It often does: a
-        conversation's cache is on the worker that decodes it, and prefill workers may have evicted it."""
+        """True if the decode worker should compute the prompt itself: when little of the prompt is uncached, or when
+        that takes less time than prefill elsewhere plus the transfer, including the delay of its running sequences. It
+        often does: a conversation's cache is on the worker that decodes it, and prefill workers may have evicted it."""
         if not decode.endpoint.alone:
             return False
         if need.tokens - need.available(decode)[0] <= self._settings.local_tokens:
