@@ -56,7 +56,7 @@ def _label(period: BudgetPeriod, day: int) -> str:
 
 
 def period_bounds(label: str) -> tuple[int, int]:
-    """In microseconds of Unix time; the end is not part of it."""
+    """Return the period's first microsecond of Unix time and the first one after it."""
     if label == "total":
         return 0, 1 << 62
     is_day = label.count("-") == 2

@@ -36,7 +36,7 @@ log = logging.getLogger("emberline.budgets")
 
 
 class LeaseLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """How a core leases parts of a budget."""
+    """Limits on the parts of a budget that a core leases."""
 
     slices: int = 20  # a lease is extended by this part of the budget
     answer_wait_s: float = 2.0  # for other cores to give back what they do not use

@@ -76,7 +76,7 @@ class KeyDirectory:
         return self._accounts.get(account_id)
 
     def key(self, key_id: str) -> ApiKey | None:
-        """Also one that is revoked or expired: queued jobs keep the scope of their key."""
+        """Return the key even if it is revoked or expired: queued jobs keep the scope of their key."""
         return self._keys.get(key_id)
 
     def key_of_digest(self, digest: bytes) -> ApiKey | None:
@@ -101,8 +101,8 @@ class KeyDirectory:
         await asyncio.shield(self._refreshing)
 
     async def catch_up(self) -> None:
-        """For a key that is unknown here: it may have been created a moment ago by another process. However many
-        requests ask, the store is read a few times a second."""
+        """Read the store for a key that is unknown here, since another process may just have created it. The store is
+        read a few times a second, however many requests ask."""
         if self._refreshing is not None and not self._refreshing.done():
             await asyncio.wait((self._refreshing,))  # it may have read before the key was there
         if self._refreshing is None or self._refreshing.done():

@@ -140,7 +140,7 @@ class PriceStore:
 
 
 def _rates(price: Price | None) -> Price | None:
-    """Without the version, which is the row's number."""
+    """Return the price without its version, which is the row's number."""
     return None if price is None else msgspec.structs.replace(price, version="")
 
 

@@ -47,7 +47,7 @@ log = logging.getLogger("emberline.limits")
 
 
 class Want(msgspec.Struct, frozen=True, kw_only=True):
-    """What a core wants of a scope: to hold so much. What it held and does not use is part of it."""
+    """Amount that a core wants to hold of a scope, including what it holds already and does not use."""
 
     requests: float = 0.0
     tokens: float = 0.0
@@ -341,7 +341,8 @@ def _take(limit: RateLimit, core: str, want: Want, now_us: int) -> Transaction[G
 
 
 def _capacity(per_minute: int | None, large: int) -> float:
-    """Of the bucket. Where cores take ahead, what they hold was regained by up to a second too early."""
+    """Return the capacity of the bucket. Where cores take ahead, what they hold was regained by up to a second too
+    early."""
     if per_minute is None:
         return math.inf
     return per_minute * (1 - 2 * KEEP_S / MINUTE_S) if per_minute >= large else float(per_minute)

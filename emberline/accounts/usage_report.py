@@ -218,7 +218,7 @@ def _table(query: ReportQuery, since: int, until: int) -> str:
 
 
 def _where(query: ReportQuery) -> tuple[str, list[Value]]:
-    """For parameters behind the first and the last day."""
+    """Return the WHERE clause of a report, and its parameters, which start with the first and the last day."""
     conditions, params = ["day >= ?", "day <= ?"], list[Value]()
     for column, value in (("account", query.account), ("key_id", query.key), ("model", query.model)):
         if value is not None:

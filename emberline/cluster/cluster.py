@@ -289,7 +289,8 @@ class Cluster:
         return name in self._followed or name in self._problems
 
     async def change(self, name: str, action: Literal["drain", "undrain", "leave"]) -> None:
-        """In effect on every core within moments, on this one when it returns."""
+        """Change a member's state. The change takes effect on this core before the call returns, and on every other
+        core within moments."""
         states: dict[str, members.MemberState] = {"drain": "draining", "undrain": "joined", "leave": "leaving"}
         await self._table.set_state(name, states[action])
         log.info("%s: %s", action, name)

@@ -160,7 +160,7 @@ def _first_version(endpoint: Endpoint) -> int:
 
 
 class Sink(Protocol):
-    """Where the deltas of a sequence go."""
+    """Receiver of a sequence's deltas."""
 
     def deliver(self, delta: TokenDelta) -> None: ...
 

@@ -49,7 +49,7 @@ class WorkerChange(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class Members(msgspec.Struct, omit_defaults=True):
-    """From the core to HTTP workers: how membership differs from the configuration."""
+    """Message of the core to HTTP workers: how membership differs from the configuration."""
 
     engines: list[Endpoint] = []  # that have joined,
     upstreams: list[UpstreamConfig] = []

@@ -149,7 +149,7 @@ class PrefixPusher:
             raise
 
     def _depths(self, model: str, keys: bytes) -> dict[str, int]:
-        """How many leading blocks each worker has cached."""
+        """Return the number of leading blocks that each worker has cached."""
         balancer = self._admission.balancer
         match = balancer.fleet.index.match(keys)
         return {

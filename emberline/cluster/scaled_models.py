@@ -81,8 +81,9 @@ class ScaledModels:
     # --- requests ----------------------------------------------------------------------------------------------------
 
     def admitting(self, model: str, account: str = "", *, is_moved: bool = False) -> float:
-        """How long a request may wait for a first replica, in seconds; 0: the model is not scaled. Unavailable: so many
-        wait already; not of one that has begun and is moved from a worker that was lost."""
+        """Return the seconds that a request may wait for a first replica; 0 if the model is not scaled. Raises
+        Unavailable if too many requests wait already, except for a request that has begun and moves from a lost
+        worker."""
         bounds = self.bounds.get(model)
         if bounds is None:
             return 0.0

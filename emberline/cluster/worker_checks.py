@@ -93,8 +93,8 @@ class RequestProgress:
 
 
 class Exclusion(msgspec.Struct):
-    """For how long a worker that said what cannot be true is not connected to: twice as long each time, until it has
-    said nothing such for FORGOTTEN_S."""
+    """Period in which the core does not connect to a worker that reported something impossible. The period doubles each
+    time, until the worker has reported nothing impossible for FORGOTTEN_S."""
 
     n_times: int = 0
     until_s: float = 0.0  # monotonic

@@ -32,5 +32,5 @@ class QueueLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def quarantine_kills(self) -> int:
-        """From this number of kills on a job runs alone: it then certainly is the cause of the next one."""
+        """Number of kills from which on a job runs alone, so that it is certainly the cause of the next one."""
         return max(1, self.max_kills - 1)

@@ -61,7 +61,8 @@ class Credential(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def open(cls, path: Path | None, environ: Mapping[str, str] = os.environ) -> "Credential":
-        """From the file, or else from the environment. BadInput says what is wrong with it."""
+        """Read the credential from the file, or else from the environment. Raises BadInput that says what is wrong with
+        it."""
         if path is None and not environ.get(VARIABLE):
             raise BadInput(
                 "a worker that joins a cluster needs a credential: make one with `emberline cluster credential NAME` "

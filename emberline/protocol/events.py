@@ -77,7 +77,8 @@ class PromptLogprobs(msgspec.Struct, array_like=True):
     top_logprobs: bytes  # float32 [tokens, k]
 
     def rows(self) -> Iterator[tuple[float, int, list[tuple[int, float]]]]:
-        """For each token its log-probability and rank, and the most likely tokens with theirs."""
+        """Yield, for each token, its log-probability and rank and the most likely tokens with their
+        log-probabilities."""
         logprobs, ranks, top_ids, top = (
             [value for (value,) in struct.iter_unpack(kind, column)]
             for kind, column in zip(("<f", "<I", "<I", "<f"), msgspec.structs.astuple(self))

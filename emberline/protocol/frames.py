@@ -174,7 +174,7 @@ def transfer_ticket(join_token: str, sender: str) -> str:
 
 
 def transfer_ranks(prefill: EngineInfo | None, decode: EngineInfo | None) -> tuple[RankEndpoint, ...]:
-    """For `Push`: where the decode worker's ranks receive KV. Empty: neither worker has several."""
+    """Return where the decode worker's ranks receive KV, for `Push`. Empty if neither worker has several ranks."""
     if prefill is None or decode is None:
         return ()
     if decode.ranks or prefill.layout.n_ranks == 1:

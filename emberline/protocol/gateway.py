@@ -129,7 +129,7 @@ TokenCost = Annotated[float, Meta(ge=0, le=1)]  # of the currency, for one token
 
 
 class CustomCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the log says a request cost, in place of the model's price."""
+    """Cost of a request that the log states in place of the model's price."""
 
     per_token_in: TokenCost = 0.0
     per_token_out: TokenCost = 0.0

@@ -37,7 +37,7 @@ class Tile(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ImagePlan(msgspec.Struct, frozen=True, array_like=True):
-    """What becomes of one image: a pure function of its size and of the model's processor."""
+    """Preprocessing of one image: a pure function of its size and of the model's processor."""
 
     resizes: tuple[Size, ...]  # each from the result of the one before
     resample: int  # Pillow's number of the filter

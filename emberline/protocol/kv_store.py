@@ -8,7 +8,7 @@ _OPTIONS = frozenset({"host", "protocol", "device", "metrics"})
 
 
 class StoreSettings(msgspec.Struct, frozen=True):
-    """How to reach a pool. `host`: the address at which this machine's client is reached by its peers."""
+    """Address of a pool. `host` is the address at which peers reach this machine's client."""
 
     master: str  # host:port
     host: str = "127.0.0.1"

@@ -53,7 +53,8 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Announcement(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """From a worker: it is there, still there, or about to end. The first one of a run has no epoch."""
+    """Message of a worker that it has joined, is still there, or is about to end. The first one of a run has no
+    epoch."""
 
     challenge: _Text
     name: MemberName
@@ -91,7 +92,7 @@ class Signed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Challenge(msgspec.Struct, frozen=True):
-    """Where a worker begins."""
+    """First message of the membership link, to which a worker answers with its proof."""
 
     challenge: str
     cluster: str  # its id

@@ -1,4 +1,4 @@
-"""How one model is divided among the ranks of a group: tensor, pipeline, expert and decode context parallelism.
+"""Division of one model among the ranks of a group: tensor, pipeline, expert and decode context parallelism.
 
 A rank is one process with one device. Ranks are numbered stage by stage: rank = stage * tp + tp_rank, so the ranks of
 one stage, which exchange the most, are neighbors. Rank 0 is the engine worker that speaks the protocol.
@@ -15,14 +15,14 @@ MAX_RANKS = 64  # of one group: more replicas serve more users than one replica 
 
 
 class Position(msgspec.Struct, frozen=True, array_like=True):
-    """Where a rank stands in its group."""
+    """Position of a rank in its group."""
 
     stage: int = 0
     tp_rank: int = 0
 
 
 class Layout(msgspec.Struct, frozen=True):
-    """How many parts a model is divided into, and along which dimensions."""
+    """Number of parts that a model is divided into along each dimension."""
 
     tp: int = 1  # tensor parallelism: heads and widths divided among the ranks of a stage
     pp: int = 1  # pipeline parallelism: layers divided into stages
@@ -35,7 +35,7 @@ class Layout(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """For logs, tables and error messages: "tp8 dcp8", "tp4 pp2 ep", "one rank"."""
+        """Name of the layout in logs, tables and error messages: "tp8 dcp8", "tp4 pp2 ep", "one rank"."""
         named = [f"{key}{n}" for key, n in (("tp", self.tp), ("pp", self.pp), ("dcp", self.dcp)) if n > 1]
         return " ".join([*named, *(["ep"] if self.ep else [])]) or "one rank"
 
@@ -89,13 +89,14 @@ class Layout(msgspec.Struct, frozen=True):
 
 
 class StageSplit(msgspec.Struct, frozen=True):
-    """Which layers each pipeline stage computes. The first also has the embedding; the last the norm and the head."""
+    """Layers that each pipeline stage computes. The first stage also has the embedding, the last one the norm and the
+    head."""
 
     bounds: tuple[int, ...]  # stage s has layers bounds[s] up to bounds[s + 1]; the last bound is the model's layers
 
     @classmethod
     def even(cls, n_layers: int, n_stages: int) -> "StageSplit":
-        """As many layers for each; where they do not divide, the stages in the middle have one more."""
+        """Divide the layers evenly. Where they do not divide, the stages in the middle get one more."""
         base, more = divmod(n_layers, n_stages)
         first = (n_stages - more) // 2
         bounds = [0]

@@ -76,8 +76,8 @@ class Price(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         output_tokens: int = 0,
         **counts: int,
     ) -> int:
-        """In pico-units. `kind` is the class: priority, default, flex or batch; `input_tokens` include the cached.
-        `counts` are those of UNITS."""
+        """Return the cost in pico-units. `kind` is the class: priority, default, flex or batch. `input_tokens` include
+        the cached ones, and `counts` are those of UNITS."""
         cached_tokens = min(cached_tokens, input_tokens)
         total: int = (
             self.input * (input_tokens - cached_tokens)

@@ -284,14 +284,14 @@ class ThinkingLimit(msgspec.Struct, frozen=True):
 
 
 class RankEndpoint(msgspec.Struct, frozen=True, array_like=True):
-    """Where one rank of a decode worker receives its slice of every block."""
+    """Address at which one rank of a decode worker receives its slice of every block."""
 
     address: str  # empty: the worker's own
     kv_groups: tuple[KVGroup, ...]
 
 
 class Push(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a prefill worker sends the prompt's KV: to the decode worker that awaits the same transfer id."""
+    """Order to a prefill worker to send the prompt's KV to the decode worker that awaits the same transfer id."""
 
     transfer: str
     address: str  # of the decode worker, as used by its clients

@@ -63,7 +63,7 @@ class RouteRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class RouteTerms(NamedTuple):
-    """How a request is to be routed, whatever it asks for."""
+    """Routing terms of a request, the same for every task."""
 
     id: str  # under which it is in flight
     api: str

@@ -59,12 +59,12 @@ class ProcessLock(Protocol):
     """Held by one process at a time, of all that use the database, until it lets go of it or dies."""
 
     async def try_hold(self) -> bool:
-        """Whether this process has it now. Asking is cheap, and also how the holder learns that it has lost it. False,
-        too, while the database cannot be reached."""
+        """Take the lock, or return False if another process has it or the database cannot be reached. Trying again is
+        cheap, and is how a holder learns that it has lost the lock."""
 
     async def is_held(self) -> bool:
-        """Whether this process has had it ever since `try_hold` gave it: asked of the database, and not tried again. A
-        holder asks before it does what only one process may."""
+        """Ask the database whether this process has held the lock ever since `try_hold` took it, without taking it
+        again. A holder asks before it does what only one process may do."""
 
     async def release(self) -> None: ...
 

@@ -118,7 +118,8 @@ class PostgresListener:
                 connection.terminate()
 
     async def _listen(self, connection: Any) -> None:
-        """Until the connection fails: the probe notices within half a minute, a closed socket is noticed at once."""
+        """Listen until the connection fails. The probe notices a failure within half a minute, and a closed socket
+        immediately."""
         active: set[str] = set()
         connection.add_termination_listener(lambda *_: self._changed.set())
         while not connection.is_closed():

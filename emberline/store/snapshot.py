@@ -31,7 +31,8 @@ _COLUMNS = """
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """What a folder holds: `store.db` of SQLite, or a file in PostgreSQL's binary COPY format for each table."""
+    """Contents of a snapshot folder: `store.db` of SQLite, or one file in PostgreSQL's binary COPY format for each
+    table."""
 
     kind: Literal["sqlite", "postgres"]
     schema_version: int
@@ -120,7 +121,7 @@ def _load_sqlite(copy: Path, path: Path, force: bool) -> None:
 
 
 async def _load_postgres(snapshot: Snapshot, folder: Path, url: str, force: bool) -> None:
-    """In one transaction: a restore that fails changes nothing."""
+    """Load the snapshot in one transaction: a restore that fails changes nothing."""
     connection = await _connect(url)
     try:
         async with connection.transaction():

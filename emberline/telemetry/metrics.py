@@ -32,7 +32,7 @@ REFUSED_KINDS = ("overloaded", "unavailable")  # as these are: an alert cannot s
 
 
 class Counts(msgspec.Struct, array_like=True):
-    """How many values fell into each bucket (the last one is open-ended), and their sum."""
+    """Numbers of values in each bucket (the last bucket is open-ended), and their sum."""
 
     buckets: list[int] = []
     total: float = 0.0
@@ -57,7 +57,7 @@ class Histogram:
         counts.total += other.total
 
     def cumulative(self) -> list[tuple[str, float]]:
-        """As Prometheus expects it: (upper bound, number of values up to it)."""
+        """Return Prometheus' cumulative buckets: (upper bound, number of values up to it)."""
         seen = 0
         lines: list[tuple[str, float]] = []
         for bound, n in zip((*map(str, map(float, self.bounds)), "+Inf"), self.counts.buckets, strict=True):

@@ -31,7 +31,7 @@ log = logging.getLogger("emberline.tracing")
 
 
 class ExportLimits(NamedTuple):
-    """How many spans an exporter keeps, and when it sends them."""
+    """Bounds of an exporter: the spans it keeps, and when it sends them."""
 
     queued: int = 8192  # spans; more are dropped and counted
     interval_s: float = 5.0  # between two exports while few spans are queued

@@ -23,7 +23,7 @@ MAX_REQUESTS = 1000  # that are listed
 
 
 class StatusQuery(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How much of the lists is wanted."""
+    """Bounds on the lists of a status report."""
 
     requests: int = 50  # in flight, oldest first
     recent: int = 20  # ended, newest first

@@ -23,7 +23,7 @@ _TEMPORARY = ".part-"
 
 
 class Blobs(Protocol):
-    """Where blobs are. A name is the hash of the content."""
+    """Store of blobs, each named by the hash of its content."""
 
     async def put(self, data: bytes) -> str: ...
 
@@ -41,7 +41,7 @@ class Blobs(Protocol):
 
 
 class BlobStore:
-    """In a folder. Implements Blobs."""
+    """Blobs in a folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

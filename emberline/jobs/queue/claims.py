@@ -99,7 +99,7 @@ def _claim_fairly(
 
 
 def fair_shares(lanes: Sequence[Lane], n: int) -> Mapping[str, int]:
-    """How many of `n` jobs each account gets, so that those served least catch up first."""
+    """Divide `n` jobs among accounts so that those served least catch up first."""
     heap = [(lane.served, lane.account, lane.n_queued, lane.mean_cost) for lane in lanes if lane.n_queued > 0]
     heapq.heapify(heap)
     shares: Counter[str] = Counter()

@@ -164,7 +164,7 @@ class BatchAdmission(Protocol):
     def issue(self, model: str, most: int) -> Sequence[AdmissionGrant]: ...
 
     def queued(self, oldest_s: Mapping[str, float]) -> None:
-        """For how long the oldest queued job of each model has waited, so that their models can be loaded."""
+        """Record the age in seconds of the oldest queued job of each model, so that these models can be loaded."""
 
     def issue_exclusive(self, model: str) -> AdmissionGrant | None:
         """A grant for an engine without other jobs; None: not yet, one is being drained."""
@@ -263,7 +263,7 @@ class Puller:
             await _wait(waiting, self._timings.capacity_poll_s * random.uniform(0.5, 1.5))
 
     async def _claim(self, model: str) -> None:
-        """As many jobs as engines have room for."""
+        """Claim as many jobs as engines have room for."""
         grants = self._admission.issue(model, MAX_CLAIM)
         if not grants:
             return
@@ -390,7 +390,7 @@ async def _wait(waiting: Coroutine[Any, Any, Any], timeout_s: float) -> None:
 
 
 def _oldest_s(depths: Sequence[QueueDepth], now_us: int) -> dict[str, float]:
-    """For how long the next job of each model has waited; of models with queued jobs."""
+    """Return the age in seconds of the next job of each model that has queued jobs."""
     oldest_s: dict[str, float] = {}
     for depth in depths:
         if depth.n_queued and depth.oldest_us is not None:

@@ -149,7 +149,8 @@ class QueueReader:
         return [int(number or 0) for (number,) in await self._store.read(_DEAD_NUMBERS, (batch_id,))]
 
     async def _rate_per_s(self, model: str, n_running: int) -> float | None:
-        """As many as run now, each for the recent average duration: idle time says nothing about the rate."""
+        """Estimate the rate at which jobs complete: as many as run now, each for the recent average duration. Idle time
+        says nothing about the rate."""
         since = self._store.now_us() // MINUTE_US - _RATE_MINUTES
         ((n, busy_us),) = await self._store.read(_COMPLETIONS, (since, model, model))
         if not n or not busy_us:

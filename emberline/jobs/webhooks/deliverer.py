@@ -61,7 +61,7 @@ def next_delay_s(n_attempts: int, retry_after_s: float | None, random: Callable[
 
 
 def account_room(n_in_flight: int, n_free: int) -> int:
-    """How many of the free attempts an account with `n_in_flight` may start.
+    """Return the number of free attempts that an account with `n_in_flight` may start.
 
     An account without any gets at least one. Otherwise its attempts stay within ACCOUNT_SHARE times those still free.
     """
