@@ -213,7 +213,7 @@ class PredictorsConfig(Section, frozen=True):
 
 
 class TracingConfig(Section, frozen=True):
-    """What is not set is taken from the standard OTEL_* variables."""
+    """Settings of tracing. The standard OTEL_* variables supply those that are not set."""
 
     endpoint: str = ""  # of an OTLP/HTTP collector, e.g. http://localhost:4318; empty: no tracing
     sample_ratio: Annotated[float, Meta(ge=0, le=1)] | None = None  # of the traces that begin here; None: all
@@ -373,7 +373,7 @@ def parse_size(text: str) -> int:
 
 
 def needs_keys(config: Config) -> bool:
-    """Whether every request needs an API key."""
+    """True if every request needs an API key."""
     chosen, host = config.server.auth, config.server.host
     return chosen == "keys" or (chosen == "auto" and bool(config.auth.key)) or not is_loopback(host)
 

@@ -275,7 +275,7 @@ def _values(row: LogRow) -> tuple[Any, ...]:
 
 
 def row_body(row: LogRow) -> dict[str, Any]:
-    """As the API and the command line show it."""
+    """Return the row in the form that the API and the command line show."""
     body = msgspec.structs.asdict(row)
     cost_pico = body.pop("cost_pico")
     for name in ("metadata", "attempts", "flags"):

@@ -147,7 +147,8 @@ def _first(*values: int | None) -> int:
 
 
 def cache_ttl_s(settings: GatewaySettings, options: GatewayOptions, step: StepConfig | None = None) -> int:
-    """How long the reply may be served again; 0: it is neither stored nor served from the cache."""
+    """Return the seconds for which the reply may be served again; 0 if it is neither stored nor served from the
+    cache."""
     step = step or _NO_STEP
     if options.skip_cache if step.skip_cache is None else step.skip_cache:
         return 0

@@ -49,8 +49,8 @@ def is_transient(error: EmberlineError) -> bool:
 
 
 def wait_s(error: EmberlineError, delay_s: float) -> float | None:
-    """How long to wait before the next attempt: as the provider asks, or the schedule's delay if that is longer. None:
-    too long to wait."""
+    """Return the delay before the next attempt: the provider's, or the schedule's if that is longer. Returns None if
+    the delay is too long to wait."""
     asked_s = error.retry_after_s or 0.0 if isinstance(error, Overloaded) else 0.0
     return None if asked_s > MAX_WAIT_S else max(asked_s, delay_s)
 

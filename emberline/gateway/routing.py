@@ -123,7 +123,7 @@ class _Expansion:
 
 
 def share(key: str) -> float:
-    """From 0 to 1, the same for the same key."""
+    """Map the key to a number from 0 to 1, always the same for the same key."""
     digest = blake2b(key.encode("utf-8", "surrogatepass"), digest_size=8, person=b"emberline.route").digest()
     return int.from_bytes(digest, "little") / 2**64
 

@@ -116,7 +116,8 @@ def _check_png_chunks(data: bytes) -> None:
 
 
 def _orientation(image: Image.Image) -> Image.Transpose | None:
-    """How the image has to be turned. Returns None if it stands upright, or if its EXIF data cannot be read."""
+    """Return the transpose that turns the image upright. Returns None if the image stands upright, or if its EXIF data
+    cannot be read."""
     try:
         return _TRANSPOSES.get(image.getexif().get(_ORIENTATION, 1))
     except MemoryError:

@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 class Place(NamedTuple):
-    """Where an image is in a request."""
+    """Position of an image in a request."""
 
     message: int
     part: int

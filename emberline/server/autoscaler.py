@@ -79,7 +79,8 @@ class FleetMembers:
 
 
 def joining(config: Config, url: str) -> Callable[[str], JoinSettings]:
-    """How replicas that are started on this machine join. Over loopback nothing is encrypted."""
+    """Return a function that makes the join settings of replicas started on this machine. Over loopback nothing is
+    encrypted."""
     secret, address = Secret.open(config.home), config.cluster.address
     authority = None
     if address:
@@ -156,7 +157,8 @@ class Planning:
 
 
 def open_launcher(config: Config, workers: EngineWorkers, url: str) -> tuple[Launcher, str]:
-    """Where this core's planner starts replicas, and the launcher's name. `url`: of this core."""
+    """Open the launcher through which this core's planner starts replicas. Returns the launcher and its name. `url` is
+    this core's."""
     cluster = config.cluster
     if cluster.launcher in ("auto", "ray") and (found := _ray_launcher(config)) is not None:
         return found, "ray"

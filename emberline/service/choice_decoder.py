@@ -75,7 +75,7 @@ class ChoiceDecoder:
 
     @property
     def tool_phase(self) -> Phase | None:
-        """From the beginning of its first tool call to its last token; None: it has none."""
+        """Return the phase from the beginning of the first tool call to its last token, or None if there is no call."""
         return None
 
     @property

@@ -62,7 +62,7 @@ class PurgedTexts(msgspec.Struct, frozen=True):
 
 
 class RequestEnd(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How a request that was admitted has ended."""
+    """Outcome of a request that was admitted."""
 
     row: UsageRow
     inter_token: Counts = msgspec.field(default_factory=Counts)  # latencies
@@ -173,8 +173,8 @@ class ModelLoading(Protocol):
     """Loads and unloads the models of this machine."""
 
     def admitting(self, model: str, keep_alive_s: float | None = None) -> float:
-        """How long a request that is about to be admitted may wait for its model, in seconds; 0: it is not loaded on
-        demand. Unavailable: it cannot be loaded."""
+        """Return the seconds that a request about to be admitted may wait for its model; 0 if the model is not loaded
+        on demand. Raises Unavailable if the model cannot be loaded."""
 
     def statuses(self) -> list[dict[str, Any]]:
         """States of the models that are loaded and unloaded here, as plain data."""

@@ -46,7 +46,7 @@ class Prepared(NamedTuple):
 
 
 class ChatFormat(NamedTuple):
-    """How a conversation becomes the text of a prompt."""
+    """Rules that turn a conversation into the text of a prompt."""
 
     template: str = ""  # Jinja
     stops: tuple[str, ...] = ()  # texts that end a turn

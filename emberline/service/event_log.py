@@ -21,7 +21,7 @@ EVENT_BYTES = 64  # approximate overhead of an event in memory, which counts too
 
 
 class LogLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """How many event logs the core keeps, how large, and for how long. All of them together take at most 1 GiB."""
+    """Bounds of the core's event logs: their number, size and age. All of them together take at most 1 GiB."""
 
     logs: int = 256  # of the whole server
     account_logs: int = 64  # of an account

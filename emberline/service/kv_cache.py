@@ -83,7 +83,7 @@ class KVCacheAdmin:
 
     @asynccontextmanager
     async def upload(self) -> AsyncIterator[Path]:
-        """Where to put a file that is to be imported; it is deleted afterwards."""
+        """Yield the path for a file that is to be imported; the file is deleted afterwards."""
         self._local(None)
         with self._files() as folder:
             yield folder / "import.kv"

@@ -91,7 +91,7 @@ class Grammars(Protocol):
 
 class Preparer:
     def __init__(self, core: Core, grammars: Grammars, images: RequestImages | None = None) -> None:
-        """Without `images`, requests with images are refused."""
+        """Create the preparer. Without `images`, it refuses requests with images."""
         self._core = core
         self._grammars = grammars
         self._images = images

@@ -62,13 +62,14 @@ class Transport(Protocol[Output_co]):
         """Begin attempt number `attempt` behind the output already returned; `deadline_s` is the time left."""
 
     async def next(self) -> Output_co:
-        """More output, which may be empty."""
+        """Return more output, which may be empty."""
 
     def fault(self, error: EmberlineError) -> Fault:
         """The workers that failed the attempt with `error`, and True if another attempt can follow."""
 
     def trace_details(self, content: bool) -> TraceDetails:
-        """For the spans of a request that is traced; `content`: with its messages. Called before `close`."""
+        """Return the details for the spans of a traced request, including its messages if `content` is set. Called
+        before `close`."""
 
     async def settle(self) -> None:
         """Abort what the workers still compute and wait until `usage` counts all that they have computed."""

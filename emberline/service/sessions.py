@@ -42,7 +42,7 @@ class _Entry:
 
     @property
     def n_bytes(self) -> int:
-        """Without the blocks, which are counted once however many entries share them."""
+        """Size without the blocks, which are counted once however many entries share them."""
         return ENTRY_BYTES + _REFERENCE_BYTES * len(self.blocks)
 
     def is_prefix_of(self, other: "_Entry") -> bool:

@@ -24,7 +24,7 @@ class TokenizedPrompt(NamedTuple):
 
 
 class Tokenizers(Protocol):
-    """Where the tokenizers of models are, and threads for long texts."""
+    """Access to the tokenizers of models, and to threads for long texts."""
 
     async def tokenizer(self, target: Target) -> tuple[TextModel, int]:
         """The tokenizer of a model, and the tokens that its context has. Raises Unsupported if it is not here."""

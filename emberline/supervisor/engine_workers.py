@@ -75,7 +75,7 @@ class TierSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JoinSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How a worker joins a cluster; see emberline/engine/worker/announcer.py."""
+    """Settings with which a worker joins a cluster; see emberline/engine/worker/announcer.py."""
 
     cores: tuple[str, ...]  # URLs
     credential: str  # as text
@@ -177,7 +177,7 @@ def workers_per_model(config: EngineConfig) -> int:
 
 
 def layout_of(config: EngineConfig) -> Layout:
-    """How each worker is divided. BadInput: the numbers do not fit each other."""
+    """Return the division of each worker among ranks. Raises BadInput if the numbers do not fit each other."""
     layout = Layout(tp=config.tp, pp=config.pp, ep=config.ep, dcp=config.dcp)
     layout.check()
     return layout
@@ -206,7 +206,8 @@ def _roles(config: EngineConfig, n_gpus: int) -> list[WorkerRole]:
 
 
 def _warn_of_placement(n_workers: int, n_sets: int, layout: Layout) -> None:
-    """Where prefill and decode workers share GPUs, or leave some unused. `n_sets`: of GPUs, one for each rank."""
+    """Warn where prefill and decode workers share GPUs, or leave some unused. `n_sets` counts sets of GPUs, one GPU for
+    each rank."""
     where = "GPUs" if layout.n_ranks == 1 else f"sets of {layout.n_ranks} GPUs"
     if n_workers > n_sets:
         _log.warning("%d prefill and decode workers of a model share %d %s, and their memory", n_workers, n_sets, where)

@@ -42,7 +42,7 @@ def check_installed(libraries: Mapping[str, str] = LIBRARIES) -> None:
 
 
 class PoolPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """How this machine takes part in the pool. Ports stay the same over restarts."""
+    """Part of this machine in the pool. Ports stay the same over restarts."""
 
     store: StoreSettings
     lend_bytes: int  # 0: none

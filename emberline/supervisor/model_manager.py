@@ -52,7 +52,7 @@ class Attachment(Protocol):
     """Makes workers known to the core and to the HTTP workers."""
 
     async def attach(self, endpoints: Sequence[Endpoint]) -> bool:
-        """Whether they could be reached."""
+        """Connect to the endpoints. Returns True if all could be reached."""
 
     async def detach(self, names: Sequence[str]) -> None: ...
 
@@ -169,9 +169,9 @@ class ModelManager:
     # --- for the core ------------------------------------------------------------------------------------------------
 
     def admitting(self, model: str, keep_alive_s: float | None = None) -> float:
-        """How long a request may wait for this model to be loaded, in seconds; 0: it is not loaded on demand. It is
-        about to enter the admission queue, and asks to keep the model loaded for `keep_alive_s`. Unavailable: it cannot
-        be loaded, or could not a moment ago."""
+        """Return the seconds that a request may wait for this model to be loaded; 0 if the model is not loaded on
+        demand. The request is about to enter the admission queue, and asks to keep the model loaded for `keep_alive_s`.
+        Raises Unavailable if the model cannot be loaded, or could not a moment ago."""
         found = self.switching.models.get(model)
         if found is None:
             return 0.0

@@ -1,4 +1,4 @@
-"""Which models to load and to unload: the rule, without processes or clocks of its own.
+"""Decides which models to load and to unload, without processes or clocks of its own.
 
 A model is loaded when a request or a queued job wants it. Where there is no room, idle models make way, the least
 recently used first. A busy one makes way once a request has waited for `switch_after_s` and the busy model has had a
@@ -25,7 +25,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Demand(NamedTuple):
-    """For one model, now."""
+    """Demand for one model now."""
 
     in_flight: int = 0  # requests and jobs that run on its workers, or have been sent there
     waiting_s: float | None = None  # how long the oldest waiting request has waited; None: none waits
@@ -110,7 +110,7 @@ class ModelSwitching:
         found.pinned &= seconds < 0
 
     def keep_alive_s(self, model: ManagedModel) -> float:
-        """How long the model stays loaded once it is idle."""
+        """Return the seconds that the model stays loaded once it is idle."""
         if model.pinned:
             return math.inf
         return self.limits.keep_alive_s if model.keep_alive_s is None else model.keep_alive_s

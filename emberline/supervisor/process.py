@@ -146,7 +146,7 @@ class SupervisedProcess:
 
     @property
     def pid(self) -> int | None:
-        """Of the running process; None if there is none."""
+        """Process id while the process runs, otherwise None."""
         process = self._process
         return process.pid if process is not None and process.returncode is None else None
 
@@ -160,7 +160,7 @@ class SupervisedProcess:
         await asyncio.shield(self._ready)
 
     async def wait_ended(self) -> None:
-        """Until it is neither running nor restarted any more."""
+        """Wait until the process neither runs nor will be restarted."""
         assert self._task is not None
         await asyncio.wait([self._task])
 
@@ -341,7 +341,8 @@ class ProcessGroup:
 
 
 def inherited_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """What a child inherits of `environ`: no keys, tokens or passwords, nor anything of our configuration."""
+    """Return the part of `environ` that a child inherits: no keys, tokens or passwords, and nothing of our
+    configuration."""
 
     def is_secret(name: str, value: str) -> bool:
         if name.startswith("EMBERLINE_"):

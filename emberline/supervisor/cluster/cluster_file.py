@@ -217,7 +217,8 @@ def _check_model(where: str, model: ModelEntry, file: ClusterFile) -> None:
 
 
 def _check_gpus(file: ClusterFile) -> None:
-    """Where the file says how many there are. What is known only by the machines is refused when they start."""
+    """Refuse a file whose models need more GPUs than it states. A number that only the machines know is checked when
+    they start."""
     if not file.nodes or any(node.gpus is None for node in file.nodes):
         return
     taken = 0

@@ -1,7 +1,8 @@
-"""From the rows of cores, members and replicas to what the scaling policy sees of a model. Pure: no clock, no store.
+"""Turns the rows of cores, members and replicas into the scaling policy's observation of a model. Pure: no clock, no
+store.
 
-A worker that is away for a moment counts as one that starts, so no other is started in its place; one that joins again
-and again does not count until it has stayed for a while, so it is replaced once, and not at each turn.
+A worker that is away for a moment counts as one that starts, so no other is started in its place. A worker that joins
+again and again does not count until it has stayed for a while, so it is replaced once, and not each time it leaves.
 """
 
 import math
@@ -33,7 +34,7 @@ DAY_S = 86400.0
 
 
 class Fleet(msgspec.Struct, frozen=True, kw_only=True):
-    """What there is, of all models."""
+    """Rows of all models: cores, members and replicas."""
 
     now_us: int  # the store's clock
     loads: Sequence[LoadRow] = ()
@@ -59,13 +60,13 @@ class Sight(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def has_news(self) -> bool:
-        """Whether the planner follows something up, so that the fleet is another one afterwards."""
+        """True if the planner acts on this observation, so that the fleet changes."""
         idle = [row for row in self.idle if row.launcher]
         return bool(self.joined or self.failed or idle or self.ended or self.resumed)
 
 
 class _Observer:
-    """Of one model."""
+    """Builds the observation of one model."""
 
     def __init__(self, model: str, fleet: Fleet, start_s: float) -> None:
         self.model, self.fleet, self.start_s = model, fleet, start_s
@@ -121,8 +122,8 @@ class _Observer:
             self.notes.append(f"{member.name} does not count: no core reaches it")
 
     def _is_gone(self, row: ReplicaRow) -> bool:
-        """Its launcher has lost it, or knows nothing of it, or was a core that is gone. Asked only of one that no core
-        reaches."""
+        """True if the replica's launcher has lost it or does not know it, or was a core that is gone. Called only for
+        replicas that no core reaches."""
         launched = self.fleet.launched.get(row.name)
         if row.launcher and row.launcher == self.fleet.launcher:
             return launched is None or launched.state == "lost"
@@ -222,7 +223,7 @@ def observe(model: str, fleet: Fleet, start_s: float) -> Sight:
 
 
 def history(rows: Sequence[LoadRow], now_us: int) -> tuple[ArrivalInterval, ...]:
-    """What arrived at all cores together, interval by interval; the last one, which is not over, is left out."""
+    """Sum the arrivals of all cores by interval, without the last interval, which is not over."""
     now = now_us // (STEP_S * 1_000_000)
     sums: dict[int, list[int]] = {}
     for row in rows:

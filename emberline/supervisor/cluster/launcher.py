@@ -53,7 +53,7 @@ class LaunchedReplica(msgspec.Struct, frozen=True, kw_only=True):
 
 class Launcher(Protocol):
     async def offers(self) -> tuple[NodeOffer, ...]:
-        """What could be started now."""
+        """Return the nodes that could be started now."""
 
     async def start(self, order: ReplicaOrder) -> None:
         """Returns when it is being started: `replicas` shows what becomes of it. One of this name that is lost is

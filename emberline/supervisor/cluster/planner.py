@@ -78,7 +78,7 @@ class Members(Protocol):
 
 
 class Deployment(msgspec.Struct, frozen=True, kw_only=True):
-    """How this core would start replicas of a model."""
+    """Settings with which this core would start replicas of a model."""
 
     path: Path
     layout: Layout = Layout()
@@ -86,11 +86,11 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LockLostError(Exception):
-    """In the middle of a round. Another core may plan already."""
+    """The planner lost its lock in the middle of a round, so another core may plan already."""
 
 
 class Planner:
-    """Of one core: idle while another one holds the lock."""
+    """Planner of one core. It is idle while another core holds the lock."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class Planner:
         self.is_planning = False  # as of the last round
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Plan in rounds until cancelled."""
         try:
             while True:
                 try:
@@ -156,7 +156,7 @@ class Planner:
                 log.exception("%s could not be planned", model)
 
     async def _may_plan(self) -> bool:
-        """Of several cores the one that has the lock; one that can start nothing leaves it to one that can."""
+        """True if this core holds the planner's lock. A core that can start nothing leaves the lock to one that can."""
         if not self._can_start:
             since_us = self._store.now_us() - int(FRESH_S * 1e6)
             loads = await self._store.loads()
@@ -395,13 +395,14 @@ def bounds_of(config: ScalingConfig, round_s: float = ROUND_S) -> ScalingBounds:
 
 
 def expected_start_s(past: Sequence[DecisionRow], default_s: float) -> float:
-    """Of a replica, from its order to its first connection: the mean of the last ones."""
+    """Return the mean time from a replica's order to its first connection, over the last starts."""
     took = [row.took_s for row in past if row.outcome == "done" and row.took_s > 0][:N_STARTS]
     return math.fsum(took) / len(took) if took else default_s
 
 
 def retry_in_s(past: Sequence[DecisionRow], now_us: int) -> float:
-    """How long no replica is to be started, since the last starts have failed; 0: one may be."""
+    """Return the seconds for which no replica is to be started because the last starts have failed; 0 if one may
+    start."""
     n_failed, last_us, before_us = 0, 0, now_us
     for row in sorted((row for row in past if row.action == "start"), key=lambda row: -row.at_us):
         failed_us = row.at_us + int(row.took_s * 1e6)
@@ -426,7 +427,7 @@ def replica_name(model: str, role: WorkerRole) -> str:
 
 
 def to_plain(observation: ScalingObservation) -> dict[str, Any]:
-    """As JSON can have it: without infinities."""
+    """Return the observation as JSON can represent it, without infinities."""
     if not math.isfinite(observation.last_request_s):
         observation = msgspec.structs.replace(observation, last_request_s=0.0)
     return dict(msgspec.to_builtins(observation))

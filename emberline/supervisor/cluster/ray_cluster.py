@@ -1,4 +1,4 @@
-"""What `emberline cluster up` does on a machine: its Ray nodes, and at the head the replicas of the cluster file.
+"""Implements `emberline cluster up` on one machine: its Ray nodes and, at the head, the replicas of the cluster file.
 
 The head has no replicas of its own: a node runs beside it on its machine, so that workers survive the head.
 """
@@ -130,7 +130,7 @@ async def tend(launcher: RayLauncher, orders: Sequence[ReplicaOrder], every_s: f
 
 
 async def place(launcher: RayLauncher, orders: Sequence[ReplicaOrder]) -> list[ReplicaOrder]:
-    """Those that there was no room for."""
+    """Start the replicas, and return the orders for which there was no room."""
     left = []
     for at, order in enumerate(orders):
         try:

@@ -152,7 +152,7 @@ class Driver:
         }
 
     def _reports(self, actors: dict[str, str]) -> dict[str, dict[str, Any]]:
-        """Of the actors that answer."""
+        """Collect the reports of the actors that answer."""
         asked = {}
         for name, state in actors.items():
             if state == "ALIVE":
@@ -185,7 +185,8 @@ class Driver:
             self._create(rank_name(order.name, rank), ranked, {resource: 1}, scheduling_strategy=place)
 
     def _wait_placed(self, name: str) -> None:
-        """So that the next order sees what is left. Ray goes on to place what has found no room by then."""
+        """Wait until Ray has placed the replica's actors, so that the next order sees what is left. Ray goes on to
+        place those that have found no room by then."""
         end_s = time.monotonic() + PLACE_S
         while any(state != "ALIVE" for each, state in self._actors().items() if replica_name(each) == name):
             if time.monotonic() > end_s:
@@ -221,7 +222,8 @@ def replica_name(rank: str) -> str:
 
 
 def choose_group(nodes: Sequence[NodeState], n_ranks: int, on_gpu: bool, gpu: str, region: str) -> bool:
-    """Whether a replica's ranks are placed one by one, because it is larger than any machine. Unavailable: no room."""
+    """Return True if a replica's ranks are placed one by one, because the replica is larger than any machine. Raises
+    Unavailable if there is no room."""
     fitting = [
         node
         for node in nodes
@@ -240,7 +242,8 @@ def choose_group(nodes: Sequence[NodeState], n_ranks: int, on_gpu: bool, gpu: st
 
 
 def sum_up(name: str, ranks: dict[str, dict[str, Any] | None]) -> dict[str, Any]:
-    """Of a replica, from the reports of its ranks; None: it does not answer, because Ray is placing it."""
+    """Merge the reports of a replica's ranks into the replica's. None stands for a rank that does not answer because
+    Ray is placing it."""
     lead = ranks.get(name)
     known = [report for report in ranks.values() if report is not None]
     addresses = sorted({report["address"] for report in known})

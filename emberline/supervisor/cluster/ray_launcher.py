@@ -104,7 +104,7 @@ class RayLauncher:
         return placed
 
     async def nodes(self) -> list[dict[str, Any]]:
-        """Those that replicas can be placed on; see NodeState."""
+        """Return the nodes on which replicas can be placed; see NodeState."""
         return list(await self._call("nodes"))
 
     async def close(self) -> None:

@@ -50,7 +50,7 @@ class ProcessId(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """What `emberline cluster up` has started here."""
+    """Record of the processes that `emberline cluster up` has started on this machine."""
 
     keeper: ProcessId  # the process that restarts the others
     nodes: tuple[NodeSettings, ...]
@@ -76,7 +76,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def session_processes(leader: ProcessId) -> list[int]:
-    """Of the session that this process leads or led: its id is not given to another one while any of these runs."""
+    """List the processes of the session that `leader` leads or led. The session's id is not reused while any of them
+    runs."""
     now = ProcessId.of(leader.pid)
     if now is not None and now != leader:
         return []  # the session is gone, and its id another process's

@@ -1,8 +1,9 @@
-"""Whether a Ray answers calls without its token.
+"""Checks that a Ray cluster refuses calls without its token.
 
-A Ray that does runs the code of whoever reaches its port. So before one is used, its head is asked something harmless
-without a token: first in the clear, then over TLS with our certificate. It is one gRPC call in raw HTTP/2 frames, since
-Ray's own client takes its settings from the environment of the whole process, and waits for a minute.
+A Ray cluster that does not refuse them runs the code of anyone who reaches its port. Before one is used, the probe
+therefore sends its head a harmless call without a token: first in the clear, then over TLS with our certificate. The
+probe is one gRPC call in raw HTTP/2 frames, since Ray's own client takes its settings from the environment of the whole
+process, and waits for a minute.
 """
 
 import socket
@@ -42,7 +43,7 @@ def check_guarded(host: str, port: int, tls: ssl.SSLContext, timeout_s: float = 
 
 
 def ask(host: str, port: int, tls: ssl.SSLContext | None, timeout_s: float = TIMEOUT_S) -> str:
-    """What comes of a call without a token. OSError: nothing listens there."""
+    """Send a call without a token and return the outcome. Raises OSError if nothing listens there."""
     end_s = time.monotonic() + timeout_s
     with socket.create_connection((host, port), timeout=timeout_s) as plain:
         try:

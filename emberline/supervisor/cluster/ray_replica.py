@@ -32,7 +32,7 @@ STOP_S = 10.0  # for a worker that was drained before
 
 
 class RankTask(msgspec.Struct, frozen=True, kw_only=True):
-    """What an actor is to run: one rank, or all that are on one machine. Not secret."""
+    """Task of an actor: one rank, or all ranks that are on one machine. It contains no secrets."""
 
     order: ReplicaOrder
     rank: int = 0
@@ -51,7 +51,7 @@ class RankTask(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Meeting(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the ranks of a replica meet, in one run of rank 0's actor."""
+    """Rendezvous of a replica's ranks during one run of rank 0's actor."""
 
     id: str
     rendezvous: str = ""  # tcp:HOST:PORT; empty: rank 0 starts the others
@@ -119,7 +119,7 @@ def rank_spec(task: RankTask, node: Node, meeting: Meeting, credential: str, add
 
 
 class RankActor:
-    """Its methods are called by the launcher's driver, and take and give plain data."""
+    """Ray actor that runs ranks. The launcher's driver calls its methods, which take and return plain data."""
 
     def __init__(self, task: bytes) -> None:
         logs.setup("replica")
@@ -145,7 +145,8 @@ class RankActor:
         }
 
     async def meet(self) -> dict[str, str]:
-        """Of rank 0: where its replica's ranks meet. The same, as long as this actor lives."""
+        """Return the rendezvous of the replica's ranks. Called on rank 0; the result stays the same as long as this
+        actor lives."""
         if self._own_meeting is None:
             id_, rendezvous, token = secrets.token_hex(8), "", ""
             if self._task.is_group:

@@ -1,4 +1,4 @@
-"""How a Ray node of ours is started: its credential, environment and command line.
+"""Settings with which our Ray nodes start: credential, environment and command line.
 
 Ray places and supervises; it sees no requests, prompts or KV. Token authentication and TLS with certificates on both
 sides are on, the dashboard, Ray Client, usage statistics and the memory monitor are off. The head keeps its state in
@@ -46,8 +46,8 @@ class _Identity(msgspec.Struct, frozen=True):
 
 
 class NodeCredential(msgspec.Struct, frozen=True, kw_only=True):
-    """What a machine needs to be a node: the token of the cluster's Ray, and a certificate for its address. Whoever has
-    it can run code on all nodes."""
+    """Credential of a machine that becomes a node: the token of the cluster's Ray, and a certificate for the machine's
+    address. Anyone who has it can run code on all nodes."""
 
     address: str
     cluster: str  # id of the cluster
@@ -103,7 +103,7 @@ class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def kind(self) -> str:
-        """Of what replicas take there, as a NodeOffer names it."""
+        """Kind of device that replicas use on this node, as a NodeOffer names it."""
         return (self.gpu or "cuda") if self.n_gpus else "cpu"
 
     @property
@@ -127,7 +127,7 @@ class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write_credential(credential: NodeCredential, folder: Path) -> None:
-    """As the files that Ray reads, which only this user may read."""
+    """Write the credential as the files that Ray reads, readable by this user alone."""
     make_private(folder)
     own, authority = _CERTIFICATE.findall(credential.pem)
     key = _PRIVATE_KEY.search(credential.pem)
@@ -150,7 +150,8 @@ def make_private(folder: Path) -> None:
 
 
 def ray_environment(node: NodeSettings, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """For every process of this node, and for drivers on its machine. BadInput: others can read the token."""
+    """Return the environment of every process of this node, and of drivers on its machine. Raises BadInput if others
+    can read the token."""
     if not read_private(node.token_file).strip():
         raise BadInput(f"{node.token_file} is empty: run `emberline cluster up` again")
     inherited = {name: value for name, value in inherited_environment(environ).items() if not name.startswith("RAY_")}
@@ -177,7 +178,8 @@ def ray_environment(node: NodeSettings, environ: Mapping[str, str] = os.environ)
 
 
 def ray_command(node: NodeSettings) -> list[str]:
-    """It runs until it gets a signal or one of the node's own processes ends, and then ends them all."""
+    """Return the command of a node. It runs until it gets a signal or one of the node's own processes ends, and then
+    ends them all."""
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", f"--node-ip-address={node.address}"]
     if node.is_head:
         command += ["--head", f"--port={node.port}", "--include-dashboard=false", "--no-monitor"]
@@ -199,7 +201,7 @@ def ray_command(node: NodeSettings) -> list[str]:
 
 
 def tls_context(folder: Path) -> ssl.SSLContext:
-    """Of a client of Ray with this machine's certificate."""
+    """Return the TLS context of a client of Ray with this machine's certificate."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.set_alpn_protocols(["h2"])
     try:
@@ -232,7 +234,7 @@ def own_address(towards: str) -> str:
 
 
 def is_own(host: str) -> bool:
-    """Whether it is an address of this machine."""
+    """True if `host` is an address of this machine."""
     try:
         family, kind, _, _, to = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as probe:
@@ -247,7 +249,8 @@ def host_port(host: str, port: int) -> str:
 
 
 def gpu_kind(drivers: Path = Path("/proc/driver/nvidia/gpus")) -> str:
-    """What the driver calls this machine's GPUs, e.g. h200; empty: none, or not known."""
+    """Return the driver's name of this machine's GPUs, such as h200; empty if there are none, or if the name is not
+    known."""
     for path in sorted(drivers.glob("*/information")):
         found = re.search(r"^Model:\s*(.+)$", path.read_text(errors="replace"), re.MULTILINE)
         if found:

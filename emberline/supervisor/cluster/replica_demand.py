@@ -1,4 +1,4 @@
-"""What a model's requests need, in tokens per second and tokens of KV, and what its replicas have of it.
+"""Demand of a model's requests, in tokens per second and tokens of KV, and the capacity of its replicas.
 
 Replicas of different GPUs are added up by their measured rates, so that a fleet of equal ones needs
 
@@ -59,7 +59,7 @@ class NodeOffer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ArrivalInterval(msgspec.Struct, frozen=True, kw_only=True):
-    """What arrived in one interval, of 10 s for instance."""
+    """Arrivals of one interval, of 10 s for instance."""
 
     seconds: float
     uncached_tokens: int = 0  # of prompts
@@ -143,7 +143,7 @@ def _extrapolate(values: Sequence[float], seconds: Sequence[float], ahead_s: flo
 
 
 def expected(demand: Demand) -> Demand:
-    """What a forecast asks for, with room for bursts; KV has its own in `KV_TARGET`."""
+    """Return the demand of a forecast, with room for bursts; KV has its own room in `KV_TARGET`."""
     return msgspec.structs.replace(
         demand, prefill_rate=demand.prefill_rate / RATE_TARGET, decode_rate=demand.decode_rate / RATE_TARGET
     )
@@ -156,7 +156,8 @@ def backlog_at(queued_tokens: int, arrival_rate: float, ahead_s: float, rates: I
 
 
 class Capacities:
-    """What replicas and offers have: measured by themselves, or by others of their kind, or else as offered."""
+    """Capacities of replicas and offers: measured by the replica itself, or by others of its kind, or else as
+    offered."""
 
     def __init__(self, replicas: Sequence[Replica], offers: Sequence[NodeOffer]) -> None:
         kinds = {each.gpu for each in replicas} | {each.gpu for each in offers}

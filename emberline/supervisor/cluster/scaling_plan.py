@@ -1,4 +1,4 @@
-"""What the planner sees of a model, the bounds it keeps to, and its plan with the reasons: plain data."""
+"""Plain data of the planner: its observation of a model, the bounds it keeps to, and its plan with the reasons."""
 
 import math
 from typing import Literal
@@ -14,7 +14,7 @@ Cause = Literal["load", "wake", "minimum", "ratio", "surplus", "maximum", "idle"
 
 
 class ScalingBounds(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one model."""
+    """Scaling bounds of one model."""
 
     min_replicas: int = 1  # 0: none while it is idle; requests are held while one starts
     max_replicas: int = 1  # draining ones included, whose GPUs are still in use
@@ -46,7 +46,7 @@ class ScalingBounds(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ScalingObservation(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one model, from all cores and workers, now."""
+    """Observation of one model by all cores and workers at one moment."""
 
     replicas: tuple[Replica, ...] = ()
     offers: tuple[NodeOffer, ...] = ()
@@ -59,7 +59,7 @@ class ScalingObservation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RoleState(msgspec.Struct, frozen=True, kw_only=True):
-    """What was seen of a role, before the decisions."""
+    """State of a role before the decisions."""
 
     role: WorkerRole
     running: int
@@ -80,7 +80,7 @@ class ScalingDecision(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ScalingPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What was seen, what is done, and why; and why not more."""
+    """Outcome of a round: the observation, the decisions, and the reasons for them and against further ones."""
 
     model: str
     at_s: float

@@ -1,4 +1,4 @@
-"""How many replicas a model has, and in which roles: the rule, without processes, connections or clocks of its own.
+"""Decides the number of a model's replicas and their roles, without processes, connections or clocks of its own.
 
 Where replicas are too few, those that drain are taken back first; then one of the other role is flipped if its own can
 spare it, which loads no weights; only then nodes are started, which takes minutes. Where they are too many, one at a
@@ -7,8 +7,8 @@ of the rest stays below `SHRINK_BELOW`. Too few must last for `grow_after_s`, to
 
 Prefill and decode replicas are matched by rates: each role has what its own part of the same traffic needs, and where
 there are not enough for both, the load of the busier role is made as small as possible. A flip takes a replica out of
-work while it drains, so a role that has gained one by a flip gives none away for half of `shrink_after_s`: between two
-roles that are busy in turns, replicas would go to and fro.
+work while it drains. A role that has gained one by a flip therefore gives none away for half of `shrink_after_s`;
+otherwise replicas would go to and fro between two roles that are busy in turns.
 """
 
 import math
@@ -54,8 +54,8 @@ class _Seen(NamedTuple):
 
 
 class ScalingPolicy:
-    """Of one model. Owns what was seen in the last minutes; its owner carries plans out and says so with `applied`,
-    and does not for a dry run. A new one drains nothing before it has watched for `shrink_after_s`."""
+    """Scaling policy of one model. Owns the observations of the last minutes. Its owner carries plans out and reports
+    them with `applied`, except in a dry run. A new policy drains nothing before it has watched for `shrink_after_s`."""
 
     def __init__(self, model: str, bounds: ScalingBounds) -> None:
         self.model, self.bounds = model, bounds
@@ -271,7 +271,8 @@ class _Round:
                 return
 
     def _donors(self, role: WorkerRole) -> list[Replica]:
-        """Those of other roles, the soonest drained first. A role without any replica may take one in any case."""
+        """List the replicas of other roles, the soonest drained first. A role without any replica may take one in any
+        case."""
         keeping = self._keeping if self._active(role) else frozenset()
         running = [
             each
@@ -305,7 +306,7 @@ class _Round:
         return False
 
     def _cheapest(self, role: WorkerRole) -> NodeOffer | None:
-        """Of those that alone suffice the cheapest; else the one that does the most for its cost."""
+        """Return the cheapest offer that suffices alone; if none does, the one that does the most for its cost."""
         mine = self._active(role)
         before = self._load(role, mine, self._later)
         best: tuple[tuple[float, float], NodeOffer] | None = None
@@ -334,7 +335,7 @@ class _Round:
         return f"{n_have.format(_adjective(role))} load {_number(load)} ({self._reason(role, mine)})"
 
     def _reason(self, role: WorkerRole, mine: list[Replica]) -> str:
-        """Which part of the demand is the largest."""
+        """Name the largest part of the demand."""
         demand = self._steady
         parts: list[tuple[float, str]] = [
             (

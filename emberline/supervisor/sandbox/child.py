@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def _receive(link: socket.socket, length: int) -> bytearray | None:
-    """So many bytes. Returns None if the launcher is gone."""
+    """Read `length` bytes. Returns None if the launcher is gone."""
     data = bytearray(length)
     view, n = memoryview(data), 0
     while n < length:

@@ -112,7 +112,7 @@ class ControlGroup:
 
     @property
     def n_out_of_memory(self) -> int:
-        """How often the kernel ended a process of the group because it reached its memory limit."""
+        """Number of times that the kernel killed a process of the group because the group reached its memory limit."""
         name = "memory.events" if self._version == 2 else "memory.oom_control"
         with contextlib.suppress(OSError, KeyError, ValueError):
             lines = (self._folders["memory"] / name).read_text().split("\n")

@@ -25,7 +25,7 @@ FILE = "{file:"  # FILE + content + "}" stands for the number of a descriptor fr
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
-    """How to become a program."""
+    """Instructions for becoming a program: its command, environment and limits."""
 
     command: tuple[str, ...]  # of bubblewrap, or of the program itself
     groups: tuple[str, ...] = ()  # files of control groups to which to write the process's id
