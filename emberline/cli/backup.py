@@ -235,7 +235,7 @@ def _is_occupied(path: Path) -> bool:
 
 
 def _move_aside(paths: list[Path], aside: Path) -> None:
-    """What is replaced is kept, so that a restore of the wrong file can be undone."""
+    """Keep what is replaced, so that a restore of the wrong file can be undone."""
     for path in paths:
         if path.exists():
             aside.mkdir(mode=0o700, exist_ok=True)

@@ -63,7 +63,7 @@ class ChatSession:
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """As they are sent: behind the system prompt."""
+        """The messages as they are sent, after the system prompt."""
         system = self._options.get("system")
         return [*([{"role": "system", "content": system}] if system else []), *self._messages]
 

@@ -167,7 +167,7 @@ def _write_secret(text: str, args: argparse.Namespace, name: str, start: str) ->
 
 
 def _status(config: Config, address: ServerAddress, args: argparse.Namespace) -> int:
-    """Of the core that is asked, and of the Ray of this machine. Either may be missing."""
+    """Print the status of the core that is asked, and of this machine's Ray. Either may be missing."""
     ray = ray_cluster.ray_status(config)
     try:
         answer = client.get(address, "/api/cluster")
@@ -283,7 +283,7 @@ def _upgrade(address: ServerAddress, args: argparse.Namespace) -> int:
 
 
 def _is_done(members: list[dict[str, Any]], args: argparse.Namespace) -> bool:
-    """Of requests this core knows its own, and what the worker says it runs."""
+    """True if the member has no work left: this core knows its own requests, and the worker reports what it runs."""
     found = [member for member in members if member["name"] == args.name]
     if args.action == "leave":
         return not found

@@ -103,7 +103,7 @@ def _plan(address: ServerAddress, args: argparse.Namespace) -> int:
 
 
 def _decided_anew(model: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """What a planner would decide if what was last seen lasted."""
+    """Return the plan that a planner would make if the last observation lasted."""
     from emberline.supervisor.cluster.planner import bounds_of
     from emberline.supervisor.cluster.scaling_plan import ScalingObservation
     from emberline.supervisor.cluster.scaling_policy import ScalingPolicy

@@ -1,4 +1,4 @@
-"""What the commands share: common options, access to the configuration, and printing."""
+"""Common options of the commands, access to the configuration, and printing."""
 
 import argparse
 import json
@@ -63,7 +63,7 @@ def print_json(value: Any) -> None:
 
 
 def print_note(text: str) -> None:
-    """For a person: beside the output, which another program may read."""
+    """Print a note for a person to standard error, apart from the output, which another program may read."""
     print(text, file=sys.stderr)
 
 

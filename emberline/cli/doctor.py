@@ -270,7 +270,7 @@ def models(config: Config) -> Iterator[DoctorCheck]:
 
 
 def _damage(entry: "ModelEntry", store: "ModelStore") -> str:
-    """What is wrong with a model's files; empty if nothing. Those that were pulled are hashed."""
+    """Describe the damage to a model's files; empty if there is none. Files that were pulled are hashed."""
     from emberline.catalog.model_card import describe_path
     from emberline.cli.models import load_text
 

@@ -146,7 +146,7 @@ def follow(path: Path, poll_s: float = POLL_S) -> Iterator[bytes | None]:
 
 
 def _is_replaced(path: Path, file: BinaryIO) -> bool:
-    """Whether the path has another file now, or the file was emptied."""
+    """True if the path has another file now, or the file was emptied."""
     try:
         found = path.stat()
     except FileNotFoundError:

@@ -180,7 +180,7 @@ def _checkpoint(name: str, store: ModelStore) -> "Checkpoint | OutlineCheckpoint
 def _drafting(
     args: argparse.Namespace, checkpoint: "Checkpoint | OutlineCheckpoint", store: ModelStore
 ) -> "Callable[[Decoder], GpuDraftHead | DraftModel] | None":
-    """What drafts for the model, if anything, without memory."""
+    """Return the constructor of the model's drafter, if it has one, without memory."""
     if args.draft_model is not None:
         from emberline.models.draft_model import DraftModel
         from emberline.models.registry import lay_out

@@ -73,7 +73,7 @@ def _unloaded_row(model: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _draft_row(engine: dict[str, Any], stats: list[Any]) -> tuple[str, ...]:
-    """Of speculative decoding. Shares of the first positions of a draft."""
+    """Return the table row of speculative decoding, with acceptance by position of a draft."""
     drafter, drafted, accepted = stats
     shares = [f"{100 * n / of:.0f} %" for n, of in zip(accepted[:8], drafted) if of]
     share = f"{100 * sum(accepted) / max(1, sum(drafted)):.0f} %"
@@ -81,7 +81,7 @@ def _draft_row(engine: dict[str, Any], stats: list[Any]) -> tuple[str, ...]:
 
 
 def _layout(engine: dict[str, Any]) -> str:
-    """How a worker of several ranks is divided: "tp2 pp2, 4 ranks"."""
+    """Describe the division of a worker of several ranks: "tp2 pp2, 4 ranks"."""
     return f"{engine['layout']}, {engine['ranks']} ranks" if engine.get("ranks", 1) > 1 else ""
 
 

@@ -112,7 +112,7 @@ def _node_credential(config: Config, args: argparse.Namespace, address: str, *, 
 async def _keep(
     config: Config, file: "ClusterFile", settings: "list[NodeSettings]", orders: "list[ReplicaOrder]"
 ) -> int:
-    """Until SIGTERM or SIGINT."""
+    """Keep the nodes and replicas running until SIGTERM or SIGINT."""
     from emberline import log
     from emberline.supervisor.cluster.ray_cluster import tend
     from emberline.supervisor.cluster.ray_node import RayNodes

@@ -204,7 +204,7 @@ def _planner(args: argparse.Namespace) -> PlannerSpec:
 
 
 def _decisions(result: SimulationResult) -> str:
-    """What the planner did, and why."""
+    """Describe the planner's decisions and their reasons."""
     figures = result.figures()
     lines = [f"\n{figures['gpu_hours']:.2f} GPU-hours, {figures['in_target']:.1%} of requests within their targets"]
     for plan in result.plans:

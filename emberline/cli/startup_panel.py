@@ -1,4 +1,4 @@
-"""What `emberline serve` prints when it is ready."""
+"""The panel that `emberline serve` prints when it is ready."""
 
 import json
 import os

@@ -129,7 +129,7 @@ class LineReader:
         readline.set_history_length(MAX_HISTORY)
 
     def lines(self) -> Iterator[str]:
-        """Until Ctrl-D. Ctrl-C clears the line."""
+        """Yield the lines that the person types until Ctrl-D. Ctrl-C clears the line."""
         while True:
             try:
                 line = self._read().strip()

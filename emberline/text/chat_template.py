@@ -156,7 +156,7 @@ def _as_text(call: Turn) -> Turn:
 
 
 def _call(call: ToolCall) -> Turn:
-    """As templates read it: arguments parsed if they are JSON, otherwise as text."""
+    """Return the call as templates read it: arguments parsed if they are JSON, otherwise as text."""
     try:
         arguments = msgspec.json.decode(call.arguments)
     except (msgspec.DecodeError, UnicodeError, RecursionError):

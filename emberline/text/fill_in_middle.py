@@ -12,7 +12,8 @@ from emberline.text.tokenizers.tokenizer import Tokenizer
 
 
 class FillForm(NamedTuple):
-    """How a family of models wants such a prompt: each piece of text follows its token."""
+    """Prompt format that a family of models was trained on for filling in the middle: each piece of text follows its
+    token."""
 
     prefix: str
     suffix: str

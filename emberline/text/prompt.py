@@ -1,4 +1,4 @@
-"""From a request to its prompt ids, grammar spec and reasoning limit; token ids of known prefixes are reused.
+"""Turns a request into its prompt ids, grammar spec and reasoning limit; reuses the token ids of known prefixes.
 
 A conversation is always rendered as a whole, since the template decides what it keeps of old turns. The longest known
 prefix of that text keeps its exact ids (for replies those that the model generated), and only the rest is tokenized:
@@ -120,7 +120,7 @@ class KnownPrefix(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EncodedPrefix(msgspec.Struct, frozen=True, array_like=True):
-    """For the session store: `ids` are the first `text_len` characters of the rendered conversation."""
+    """Token ids of the first `text_len` characters of a rendered conversation, for the session store."""
 
     ids: bytes
     text_len: int
@@ -159,7 +159,7 @@ def render_prompt(
 
 
 def reasoning_begun(model: TextModel, rendered: Rendered | None, continue_final: bool = False) -> bool | None:
-    """As `reasoning.begun`; False where the model does not reason, or the reply continues an answer."""
+    """Like `reasoning.begun`, but False where the model does not reason or the reply continues an answer."""
     if model.harmony is not None and rendered is not None:
         return False if continue_final else None
     if model.reasoning_format is None or rendered is None:
@@ -343,8 +343,8 @@ def _rewritten_end(
     ids: Sequence[int],
     conversation: Rendered,
 ) -> int | None:
-    """Where the rendered reply ends, if both the rendered text and the ids parse to the reply: at the first special
-    token that is not part of it."""
+    """Return the end of the rendered reply, at the first special token that is not part of it. Returns None unless both
+    the rendered text and the ids parse to the reply."""
     assert prompt.rendered is not None
     begun = reasoning_begun(model, prompt.rendered, request.continue_final)
     parser = model.reply_parser(prompt.ids, request.tools, begun, loose=request.output is None)
@@ -375,7 +375,7 @@ def _usable(model: TextModel, text: str, known: KnownPrefix) -> tuple[PrefixCut,
 
 
 def _bounded(model: TextModel, ids: bytes, text: str, at: int) -> bool:
-    """Whether a special token is directly before or after the offset."""
+    """True if a special token is directly before or after the offset."""
     if _last_bound(model, ids) is not None:
         return True
     found = model.tokenizer.match_special(text, at)
@@ -428,7 +428,7 @@ def _reasoning_spec(model: TextModel, *, begun: bool) -> ReasoningSpec:
 
 
 def reasoning_limit(model: TextModel, request: GenerateRequest, max_tokens: int) -> ThinkingLimit | None:
-    """For a reply whose prompt has begun reasoning; None: no limit.
+    """Return the limit of a reply whose prompt has begun reasoning, or None for no limit.
 
     Engines recognize the end of reasoning by its one token. Where it is several tokens, a budget is refused; an effort,
     which is only a hint, is left to the model.

@@ -56,7 +56,7 @@ class TemplateRefusal(TemplateError):
 
 
 class _Budget(threading.local):
-    """What the current rendering in this thread has used."""
+    """Operations and memory that the current rendering in this thread has used."""
 
     def __init__(self, limits: TemplateLimits) -> None:
         self.limits = limits

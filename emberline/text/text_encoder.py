@@ -36,7 +36,7 @@ class TextEncoder:
 
     @classmethod
     def load(cls, folder: Path, task: TaskConfig) -> "TextEncoder":
-        """From a Hugging Face folder; raises BadCheckpoint."""
+        """Load the encoder from a Hugging Face folder. Raises BadCheckpoint."""
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise BadCheckpoint(f"{folder.name} has no tokenizer.json; convert its tokenizer")

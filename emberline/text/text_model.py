@@ -182,7 +182,8 @@ class TextModel:
         return self._decode_special(ids)
 
     def detokenizer(self, prompt_ids: bytes = b"") -> Detokenizer:
-        """For what follows `prompt_ids`: the last decides whether a leading space was prepended by the tokenizer."""
+        """Make the detokenizer of the text after `prompt_ids`. The last prompt id decides whether the tokenizer has
+        prepended a space."""
         after_special = not prompt_ids or int.from_bytes(prompt_ids[-4:], "little") in self.special_ids
         scheme = self.tokenizer.prefix_space
         strip = (scheme == "always" and after_special) or (scheme == "first" and not prompt_ids)

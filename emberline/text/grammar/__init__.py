@@ -1,1 +1,1 @@
-"""From what a caller demands of a reply (schema, regex, choices, tools …) to a `protocol.grammar.Grammar`."""
+"""Turns what a caller demands of a reply (schema, regex, choices, tools …) into a `protocol.grammar.Grammar`."""

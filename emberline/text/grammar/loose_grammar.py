@@ -33,7 +33,7 @@ def text_or_calls(
 
 
 def _loose_calls(builder: Builder, arguments: Mapping[str, Expression], most: int) -> Expression:
-    """From the name in the first call to the end of the reply."""
+    """Return the grammar from the name in the first call to the end of the reply."""
     rests = choice(sequence(Text(name), _AFTER_NAME, _GAP, value) for name, value in arguments.items())
     wrapper = choice(Text(end) for end in (*WRAPPERS.values(), ","))
     end = sequence(_END_GAP, Text("}"), optional(Text("}")), repeat(_SPACE, 0, 2), optional(wrapper))

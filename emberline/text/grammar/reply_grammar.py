@@ -32,7 +32,7 @@ class ToolCallSpec(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ReasoningSpec(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How reasoning ends and, where the prompt has not begun it, how the reply may begin it."""
+    """End marker of reasoning and, where the prompt has not begun it, the marker with which the reply may begin it."""
 
     end: str  # e.g. "</think>"
     end_id: int | None = None  # if the end is a special token; otherwise `end` is plain text

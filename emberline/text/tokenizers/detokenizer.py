@@ -8,9 +8,10 @@ _Utf8 = getincrementaldecoder("utf-8")
 
 
 class Detokenizer:
-    """Of one reply. Incomplete characters are held back; bytes that can never become a character become U+FFFD.
+    """Detokenizer of one reply. It holds back incomplete characters; bytes that can never become a character become
+    U+FFFD.
 
-    `strip_space`: the tokenizer itself prepends a space to such text, which is removed again.
+    `strip_space`: the tokenizer itself prepends a space to such text, which the detokenizer removes again.
     """
 
     def __init__(self, token_bytes: Mapping[int, bytes], *, strip_space: bool = False) -> None:
@@ -44,7 +45,7 @@ class MarkerFinder:
         return self._pattern.search(text)
 
     def n_undecided(self, text: str) -> int:
-        """How many of the last characters may be the beginning of a marker."""
+        """Count the last characters that may be the beginning of a marker."""
         if not text or text[-1] not in self._last_chars:
             return 0
         return next((len(prefix) for prefix in self._prefixes if text.endswith(prefix)), 0)

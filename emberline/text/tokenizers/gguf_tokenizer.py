@@ -177,7 +177,8 @@ def _added(fields: Fields, tokens: Sequence[str]) -> dict[int, AddedToken]:
 
 
 def _vocabulary(tokens: Sequence[str]) -> dict[str, int]:
-    """Of a token that is listed twice, the first counts; some converters pad vocabularies with duplicates."""
+    """Map tokens to their ids. The first counts of a token that is listed twice; some converters pad vocabularies with
+    duplicates."""
     if (longest := max(map(len, tokens))) > MAX_TOKEN_CHARS:
         raise BadCheckpoint(f"a token has {longest} characters, more than {MAX_TOKEN_CHARS}")
     return {token: index for index, token in reversed(list(enumerate(tokens)))}

@@ -104,7 +104,7 @@ def _spelling(pipeline: _Pipeline) -> tuple[Spelling, PrefixSpace]:
 
 
 def _cuts_words(pipeline: _Pipeline) -> bool:
-    """Whether the word cache is exact: every step is one whose behavior at a single space is known."""
+    """True if the word cache is exact: every step of the pipeline is one whose behavior at a single space is known."""
     if any(step["type"] != "NFC" for step in _steps(pipeline.normalizer, "normalizers")):
         return False
     return all(_known(step) for step in _steps(pipeline.pre_tokenizer, "pretokenizers"))

@@ -116,7 +116,7 @@ class MergeTree:
             self._joined[left, right] = rank
 
     def stay_apart(self, left: int, right: int) -> bool:
-        """Whether the bytes of two tokens merge to just these two by the ranks so far.
+        """True if the bytes of two tokens merge to just these two by the ranks so far.
 
         Undo their merges from the last to the first: no token across the border may have come before the merge that was
         undone last. Of two merges with the same rank the left one comes first.

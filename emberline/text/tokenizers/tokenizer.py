@@ -53,7 +53,7 @@ class WordCache:
         return b"".join(ids)  # type: ignore[arg-type]
 
     def cuts(self, token: str) -> bool:
-        """Whether text that contains this token could be cut inside it."""
+        """True if text that contains this token could be cut inside it."""
         ends = set(accumulate(map(len, self._cut(f"\0{token}\0"))))
         return not ends.isdisjoint(range(2, len(token) + 1))
 
@@ -152,7 +152,7 @@ class Tokenizer:
         return b"".join(ids)
 
     def encode_marked(self, text: str, mark: str) -> bytes:
-        """As `encode` with special tokens, except that a special token with `mark` inside is ordinary text."""
+        """Like `encode` with special tokens, except that a special token with `mark` inside is ordinary text."""
         return _encode(self._guarded(mark), text) if mark else self.encode(text, special=True)
 
     def _bound(self, token_id: int) -> str | None:

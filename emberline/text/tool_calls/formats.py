@@ -1,4 +1,4 @@
-"""How model families write tool calls, as data that the prompt, the grammar and the reply parser share."""
+"""Formats in which model families write tool calls, as data that the prompt, the grammar and the reply parser share."""
 
 import re
 from collections.abc import Mapping, Sequence

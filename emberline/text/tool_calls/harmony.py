@@ -82,7 +82,7 @@ class HarmonyParser:
         return self.push_text("".join(texts))
 
     def push_text(self, text: str) -> list[ReplyPiece]:
-        """As `push`, for decoded text with sentinels."""
+        """Like `push`, for decoded text with sentinels."""
         pieces: list[ReplyPiece] = []
         at = 0
         while at < len(text):
@@ -117,7 +117,7 @@ class HarmonyParser:
         return end + 1
 
     def _is_text(self, header: str) -> bool:
-        """Whether this cannot be the beginning of a header: a model that leaves the format has answered."""
+        """True if this cannot be the beginning of a header: a model that leaves the format has answered."""
         begun = header.lstrip()
         plain = bool(begun) and not _SENTINELS.match(begun) and not "to=".startswith(begun[:3])
         return len(header) > HEADER_CHARS or (plain and not self._read_any)

@@ -50,7 +50,7 @@ class CallPatterns:
         self.tail = re.compile(self._loose(form.end))
 
     def may_begin(self, text: str, names: Collection[str]) -> bool:
-        """Whether the text is a proper prefix of `head` with one of these names."""
+        """True if the text is a proper prefix of `head` with one of these names."""
         form = self._form
         begins = {form.begin, ""} if form.begin in form.openings else {form.begin}
         return self._is_prefix(text, (begin + form.call for begin in begins), names)
@@ -60,7 +60,7 @@ class CallPatterns:
         return self.next_head is not None and self._is_prefix(text, (self._form.between + self._form.call,), names)
 
     def may_end(self, text: str) -> bool:
-        """Whether the text is a prefix of `tail`."""
+        """True if the text is a prefix of `tail`."""
         return _spaceless(self._with_sentinels(self._form.end)).startswith(_spaceless(text))
 
     def _is_prefix(self, text: str, beginnings: Iterable[str], names: Collection[str]) -> bool:
@@ -145,13 +145,13 @@ class ArgumentScanner:
 
 
 class TextPiece(NamedTuple):
-    """More text of the answer."""
+    """A further piece of the answer."""
 
     text: str
 
 
 class ReasoningPiece(NamedTuple):
-    """More reasoning."""
+    """A further piece of the reasoning."""
 
     text: str
 
@@ -164,7 +164,7 @@ class CallStart(NamedTuple):
 
 
 class ArgumentsPiece(NamedTuple):
-    """More of the arguments of the current call, as the model writes them."""
+    """A further piece of the current call's arguments, as the model writes them."""
 
     text: str
 
@@ -181,7 +181,7 @@ _DROP_SENTINELS = dict.fromkeys(range(0xD800, 0xE000))
 
 
 class ReplyFormat:
-    """What to look for in the replies of one model; shared by its parsers."""
+    """Markers that the parsers of one model's replies look for; shared by these parsers."""
 
     def __init__(self, tools: ToolCallFormat | None, reasoning: ReasoningFormat | None) -> None:
         tokens = {**(tools.tokens if tools is not None else {}), **(reasoning.tokens if reasoning is not None else {})}
@@ -236,7 +236,7 @@ class ReplyParser:
 
     @property
     def decided(self) -> bool:
-        """Whether it is known if the reply begins with reasoning."""
+        """True once it is known whether the reply begins with reasoning."""
         return self._state != self._before_reasoning
 
     @property
@@ -255,7 +255,7 @@ class ReplyParser:
         return joined(pieces)
 
     def push_text(self, text: str) -> list[ReplyPiece]:
-        """As `push`, for decoded text with sentinels."""
+        """Like `push`, for decoded text with sentinels."""
         if not text:
             return []
         self._held += text
@@ -279,7 +279,7 @@ class ReplyParser:
     # --- states: each consumes what it can of `_held` and returns whether another state may continue -----------------
 
     def _before_reasoning(self, final: bool, pieces: list[ReplyPiece]) -> bool:
-        """It is not known yet whether the reply begins with reasoning."""
+        """State in which it is unknown whether the reply begins with reasoning."""
         start, text = self._form.reasoning_start, self._held.lstrip()
         if len(self._held) - len(text) <= GAP_CHARS:
             if text.startswith(start):
@@ -343,7 +343,7 @@ class ReplyParser:
         return True
 
     def _text_or_call_only(self, final: bool) -> bool:
-        """For formats whose calls are the whole reply: only its beginning can be a call."""
+        """State of formats whose calls are the whole reply: only its beginning can be a call."""
         assert self._calls is not None
         (opening,) = self._calls.openings
         text = self._held.lstrip()
@@ -508,7 +508,7 @@ class Reply(msgspec.Struct):
         return self
 
     def says(self, message: Message) -> bool:
-        """Whether the message equals this reply: same text and reasoning, and calls with equal arguments."""
+        """True if the message equals this reply: same text and reasoning, and calls with equal arguments."""
         if self.text != message.content or self.reasoning != (message.reasoning or ""):
             return False
         ours = [(call.name, parsed(call.arguments)) for call in self.calls]

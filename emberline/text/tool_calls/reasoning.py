@@ -30,7 +30,8 @@ class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def detect_reasoning_format(source: str, added: Collection[str], special: Mapping[str, int]) -> ReasoningFormat | None:
-    """Of a model with this template source and these added tokens; None: it does not reason."""
+    """Return the reasoning format of a model with this template source and these added tokens, or None if it does not
+    reason."""
     for start, end in _DELIMITERS:
         if end not in source and not {start, end} <= set(added):
             continue
@@ -46,7 +47,8 @@ def detect_reasoning_format(source: str, added: Collection[str], special: Mappin
 
 
 def begun(format: ReasoningFormat, prompt: str) -> bool | None:
-    """Whether the prompt has begun reasoning (True), has ended it (False), or leaves it to the reply (None)."""
+    """Return True if the prompt has begun reasoning, False if it has ended it, and None if it leaves that to the
+    reply."""
     tail = prompt[-256:].rstrip()
     if tail.endswith(format.start):
         return True
@@ -54,15 +56,15 @@ def begun(format: ReasoningFormat, prompt: str) -> bool | None:
 
 
 def wanted(reasoning: Reasoning) -> bool | None:
-    """Whether the request wants reasoning; None: the model's default."""
+    """Return True or False if the request asks for reasoning or against it, and None for the model's default."""
     if reasoning.effort == "none" or reasoning.budget_tokens == 0:
         return False
     return reasoning.enabled
 
 
 def suffix(format: ReasoningFormat, prompt: str, reasoning: Reasoning, variables: Set[str]) -> str:
-    """What to append to the rendered prompt: the end of reasoning, for a template that cannot turn it off; its start,
-    for reasoning with a budget, which must have begun to be limited."""
+    """Return the text to append to the rendered prompt: the end of reasoning, for a template that cannot turn it off;
+    its start, for reasoning with a budget, which must have begun to be limited."""
     state = begun(format, prompt)
     if wanted(reasoning) is False:
         if state is False or (state is None and not variables.isdisjoint(_SWITCHES)):

@@ -33,7 +33,7 @@ class Scanned(NamedTuple):
 
 
 def is_text(schema: object) -> bool:
-    """Whether values of this schema are written as plain text."""
+    """True if values of this schema are written as plain text."""
     if not isinstance(schema, dict):
         return False
     kind = schema.get("type")
@@ -81,7 +81,7 @@ class TaggedScanner:
             at = step.n
 
     def _push_key(self, text: str, at: int, *, final: bool) -> Scanned:
-        """From `at` on; `n` of the result is the offset reached."""
+        """Read the key from `at` on; `n` of the result is the offset reached."""
         begun = _SPACE.match(text, at).end()  # type: ignore[union-attr]  # it matches everywhere
         closing = Scanned(begun, "{}" if self._open == "{" else "}", ended=True)
         if not text.startswith(self._key, begun):

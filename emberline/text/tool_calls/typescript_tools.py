@@ -43,7 +43,8 @@ def sorted_deep(value: Any) -> Any:
 
 
 def declare_tools(tools: Sequence[Mapping[str, Any]]) -> str | None:
-    """Of tools in OpenAI's form; None where a schema has no such form: the template then writes JSON."""
+    """Declare tools in OpenAI's form as TypeScript. Returns None where a schema has no such form; the template then
+    writes JSON."""
     try:
         functions = [_function(tool["function"]) for tool in tools]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):

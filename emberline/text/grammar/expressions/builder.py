@@ -83,7 +83,7 @@ def repeat(item: Expression, least: int = 0, most: int | None = None) -> Express
 
 
 def separated(item: Expression, separator: Expression, least: int = 0, most: int | None = None) -> Expression:
-    """From `least` to `most` items with the separator between them."""
+    """Return an expression for `least` to `most` items with the separator between them."""
     if most == 0:
         return EMPTY
     more = repeat(sequence(separator, item), max(least, 1) - 1, None if most is None else most - 1)
@@ -136,7 +136,7 @@ class Builder:
         return found
 
     def possible(self, expression: Expression) -> bool:
-        """Whether any text matches."""
+        """True if any text matches."""
         rules = [NEVER if rule is None else rule for rule in self._rules]
         lengths = shortest_lengths(rules, list(references(expression)))
         return shortest_length(expression, lengths) < UNMATCHABLE
@@ -161,7 +161,7 @@ class Builder:
 
 
 def expanded_chars(expression: Expression) -> int:
-    """How many single-character matchers an expression has once its repetitions are expanded."""
+    """Count the single-character matchers of an expression whose repetitions are expanded."""
     match expression:
         case Sequence(items) | OneOf(items):
             return sum(map(expanded_chars, items))

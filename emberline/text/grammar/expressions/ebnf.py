@@ -138,7 +138,7 @@ class _Parser:
         return self._text[start : self._at].lstrip("?!") or None
 
     def _begins_rule(self) -> bool:
-        """Whether the name at this position begins the next rule."""
+        """True if the name at this position begins the next rule."""
         start = self._at
         self._name()
         self._skip()

@@ -160,7 +160,7 @@ class _Parser:
         return self.pattern[self.at - 1]
 
     def _until(self, mark: str) -> str:
-        """What precedes the next `mark`, which is consumed too."""
+        """Consume and return the text before the next `mark`, and consume the mark."""
         end = self.pattern.find(mark, self.at)
         text, self.at = self.pattern[self.at : max(end, self.at)], end + 1
         return text

@@ -247,7 +247,7 @@ def _unique(writer: GrammarWriter, arrays: ArraySet, least: int, most: int | Non
 
 
 def _prefix_disjoint(writer: GrammarWriter, arrays: ArraySet) -> bool:
-    """Whether no two of the items in the prefix and the first one behind it can be equal."""
+    """True if no two of the prefix's items and the first item after the prefix can be equal."""
     items = [arrays.item(index) for index in range(arrays.n_prefix + 1)]
     return not any(writer.algebra.is_inexact(schemas) for schemas in items) and all(
         writer.algebra.disjoint(first, second) for index, first in enumerate(items) for second in items[index + 1 :]
@@ -287,7 +287,7 @@ def _one_of_each(writer: GrammarWriter, sets: list[Expression], least: int, most
     rules: dict[tuple[int, int], Expression] = {}
 
     def from_set(index: int, n_items: int) -> Expression:
-        """What may follow after `n_items` items of the sets before `index`."""
+        """Return what may follow after `n_items` items of the sets before `index`."""
         n_items = min(n_items, n_counted)
         key = (index, n_items)
         if len(sets) - index < least - n_items:

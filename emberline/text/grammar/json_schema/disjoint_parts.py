@@ -120,7 +120,8 @@ def _intervals(writer: GrammarWriter, numbers: NumberSet, wanted: int) -> list[E
 
 
 def _edges(numbers: NumberSet, step: Fraction, wanted: int) -> set[Fraction]:
-    """Where numbers are split. Between two bounds: in `wanted` equal parts; otherwise from the bound, or from 0."""
+    """Return the numbers at which the set is split: `wanted` equal parts between two bounds; otherwise steps from the
+    one bound, or from 0."""
     low, high = (None if bound is None else bound[0] for bound in (numbers.low, numbers.high))
     if low is not None and high is not None:
         if not step:

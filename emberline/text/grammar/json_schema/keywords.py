@@ -36,7 +36,7 @@ Reader: TypeAlias = Callable[[SetAlgebra, Node, Any, bool], ValueSet]
 
 
 def size_reader(json_type: str, keyword: str) -> Reader:
-    """For minLength, maxItems and the like."""
+    """Make the reader of a size keyword such as minLength or maxItems."""
     kinds: dict[str, Callable[..., TypedSet]] = {"string": StringSet, "array": ArraySet, "object": ObjectSet}
     make = kinds[json_type]
 

@@ -337,7 +337,7 @@ class _Range:
 
 
 def _fraction(digits: _Range, places: int) -> Expression:
-    """What follows the integer part: a point and digits or, where the range contains 0, nothing."""
+    """Return the expression after the integer part: a point and digits or, where the range contains 0, nothing."""
     if not places:
         return EMPTY if digits.has_zero else NEVER
     point = sequence(Text("."), _fraction_digits(digits, places))

@@ -263,7 +263,7 @@ def _rest(objects: ObjectSet, matched: frozenset[str]) -> Conjunction:
 
 
 class _Body:
-    """What is written between the braces of one object set."""
+    """Writes the text between the braces of one object set."""
 
     def __init__(
         self,
@@ -315,7 +315,7 @@ class _Body:
         return choice(reversed(starts))
 
     def _counted(self) -> Expression:
-        """As `_in_order`, with bounds on the number of properties: a rule for each position and count."""
+        """Like `_in_order`, with bounds on the number of properties: one rule for each position and count."""
         properties = self._properties
         most = len(properties) + MAX_COUNTED if self._objects.most is None else self._objects.most
         rules: dict[tuple[int, int], Expression] = {}

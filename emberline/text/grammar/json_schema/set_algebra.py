@@ -134,7 +134,7 @@ def typed_sets(values: ValueSet, json_type: str) -> tuple[TypedSet, ...]:
 
 
 def only(json_type: str, *sets: TypedSet) -> ValueSet:
-    """These sets, and no value of another type."""
+    """Return a value set of these sets and no value of another type."""
     return {each: (sets if each == json_type else ()) for each in JSON_TYPES}
 
 
@@ -231,7 +231,8 @@ class SetAlgebra:
         return found
 
     def mark_inexact(self) -> None:
-        """What is being read now has lost values: nothing may be concluded from a value's absence."""
+        """Record that the value set being read has lost values, so that nothing may be concluded from a value's
+        absence."""
         if self._frames:
             self._frames[-1] = True
 
@@ -318,7 +319,7 @@ class SetAlgebra:
     # --- membership --------------------------------------------------------------------------------------------------
 
     def allows(self, schemas: Conjunction, value: Any) -> bool:
-        """Whether a value is among those that the sub-schemas are known to allow."""
+        """True if the sub-schemas are known to allow the value."""
         if contradictory(schemas):
             return False
         return any(self.is_member(each, value) for each in typed_sets(self.values(schemas), json_type_of(value)))
@@ -383,7 +384,7 @@ class SetAlgebra:
     # --- disjointness ------------------------------------------------------------------------------------------------
 
     def disjoint(self, first: Conjunction, second: Conjunction, depth: int = 0) -> bool:
-        """Whether it is certain that no value generated for the first satisfies the second."""
+        """True if certainly no value generated for the first conjunction satisfies the second."""
         both = first | second
         if contradictory(both):
             return True
@@ -428,7 +429,8 @@ class SetAlgebra:
         return False
 
     def _tags_disjoint(self, first: ObjectSet, second: ObjectSet) -> bool:
-        """Whether a required property with constant values differs: the usual discriminator of tagged unions."""
+        """True if a required property has different constant values in the two sets: the usual discriminator of tagged
+        unions."""
         one, other = self._tags_of(first), self._tags_of(second)
         return any(name in other and one[name].isdisjoint(other[name]) for name in one)
 
@@ -449,7 +451,7 @@ class SetAlgebra:
         return found
 
     def _patterns_disjoint(self, first: StringSet, second: StringSet) -> bool:
-        """Whether their patterns exclude each other; wide reading for those to be found, narrow for the others."""
+        """True if the patterns exclude each other. Patterns to be found are read widely, the others narrowly."""
         if _intersect_strings(first, second) is None:
             return True
         found: CharacterDfa | None = None

@@ -147,7 +147,7 @@ def _format_expression(pattern: str) -> Expression:
 
 
 def _has_lengths(tree: Expression, strings: StringSet) -> bool:
-    """Whether the pattern alone keeps the length within bounds."""
+    """True if the pattern alone keeps the length within bounds."""
     least, most = lengths_in_chars(tree)
     return least >= strings.least and (strings.most is None or (most is not None and most <= strings.most))
 
