@@ -43,7 +43,8 @@ class WeightSource(Protocol):
 
 
 class CacheLayout(NamedTuple):
-    """What an attention block keeps of a token; layers with the same layout share a KV group. Fields as in KVGroup."""
+    """Cache layout of an attention block's tokens. Layers with the same layout share a KV group. Fields as in
+    KVGroup."""
 
     planes: int
     kv_heads: int
@@ -204,7 +205,7 @@ class Layer:
 
     @property
     def matrices(self) -> tuple[Any, ...]:
-        """Its weight matrices, in the backend's layout."""
+        """Weight matrices of the layer, in the backend's layout."""
         return *self.attention.matrices, *self.feed_forward.matrices
 
 
@@ -223,8 +224,8 @@ class Rope:
 
 
 class Backend(Protocol):
-    """What computes a model's blocks. Where this says Tensor, the C backend's weights are numpy arrays, and its
-    activations are of the kind that its caller passes."""
+    """Computes a model's blocks. Where this says Tensor, the C backend's weights are numpy arrays, and its activations
+    are of the kind that its caller passes."""
 
     name: str
     device: str

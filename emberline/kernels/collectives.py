@@ -1,5 +1,5 @@
-"""What the ranks of a group say to each other during a step: sums, gathers and exchanges of tensors; and what the
-stages of a pipeline pass on.
+"""Collectives of a rank group during a step: sums, gathers and exchanges of tensors, and the messages between pipeline
+stages.
 
 All ranks of a group call the same collectives in the same order, with tensors of the same shape and dtype. A transport
 is one class of these protocols: the two here are of one rank alone, those of real groups are in `engine.ranks`.

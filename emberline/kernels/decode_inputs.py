@@ -106,7 +106,7 @@ def keep(tokens: Tensor, slots: Tensor, positions: Tensor, state: SlotState) -> 
 
 
 def accept(draws: Tensor, inputs: DecodeInputs, state: SlotState, n_rows: int) -> list[list[int]]:
-    """What `keep` does, for a step that verifies drafts; the draws of each row that count.
+    """Do what `keep` does, for a step that verifies drafts. Returns the draws of each row that count.
 
     Draws count as long as the draw before is the draft; an invalid one ends them. See `core.plan.n_accepted`. Those
     that do not count are made invalid: the host may not know the drafts.

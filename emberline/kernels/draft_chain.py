@@ -1,4 +1,4 @@
-"""What a draft head keeps and computes on the device around its layer. Plain PyTorch.
+"""State and computation of a draft head around its layer, on the device. Plain PyTorch.
 
 A head's KV entry at position p is made of the token at p and of the target's hidden state at p - 1. So the hidden state
 of each slot's last computed token is carried from step to step: for the entry of the first token of its next row, and
@@ -63,7 +63,7 @@ def carry(
 def keep_accepted(
     hidden: Tensor, starts: Tensor, slots: Tensor, positions: Tensor, n_accepted: Tensor, carried: CarriedStates
 ) -> None:
-    """Of each row the hidden state of the last accepted token. slots: by token; n_accepted: by slot."""
+    """Keep the hidden state of each row's last accepted token. `slots` is by token, `n_accepted` by slot."""
     for first, stop in pairwise(starts.tolist()):
         slot = int(slots[first]) if first < stop else PADDING
         if slot >= 0:

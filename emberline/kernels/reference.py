@@ -47,8 +47,8 @@ def visible(
     chunk: int | None = None,
     last_visible: Tensor | None = None,
 ) -> Tensor:
-    """Which of a context's tokens those at these positions see: bool [positions, context_len]. last_visible: how far
-    each sees, where that is not its own position."""
+    """Return which of a context's tokens those at these positions see: bool [positions, context_len]. `last_visible`
+    tells how far each sees, where that is not its own position."""
     query, key = positions[:, None], torch.arange(context_len, device=positions.device)[None]
     seen = key <= (query if last_visible is None else last_visible[:, None])
     if window is not None:

@@ -1,4 +1,4 @@
-"""How a router of a mixture of experts chooses: its parameters, and which of them the kernels support."""
+"""Routing of a mixture of experts: the router's parameters, and which of them the kernels support."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ SCORINGS = ("softmax", "sigmoid")
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """How a router's logits become experts and weights."""
+    """Rule that turns a router's logits into experts and weights."""
 
     top_k: int
     scoring: str = "softmax"  # of SCORINGS

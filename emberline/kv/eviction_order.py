@@ -309,7 +309,8 @@ class EvictionOrder:
         run.queue[run.head] = run
 
     def _charge(self, run: EvictionRun, owner: bytes) -> bool:
-        """Whether the hints of this owner, and of all, may keep so many blocks more."""
+        """Charge the run to its owner's hints. Returns False if the hints of this owner, or of all owners, would keep
+        too many blocks."""
         n_owner, n_all = self.charged.get(owner, 0), self.n_charged
         if n_owner + run.n_blocks > OWNER_SHARE * self.n_blocks or n_all + run.n_blocks > HINTED_SHARE * self.n_blocks:
             return False

@@ -21,7 +21,7 @@ class NoticeQueue(Generic[Notice]):
         return bool(self._notices)
 
     def put(self, notice: Notice) -> None:
-        """From any thread. The first of many wakes the step loop."""
+        """Add a notice, from any thread. The first of many wakes the step loop."""
         self._notices.append(notice)
         self.wake()
 
@@ -33,7 +33,7 @@ class NoticeQueue(Generic[Notice]):
                 self._wakeup_writer.send(b"\0")
 
     def take(self) -> list[Notice]:
-        """In order. The wake-up is cleared first, so that none is missed."""
+        """Return the notices in order. The wake-up is cleared first, so that none is missed."""
         if not self._notices:
             return []
         self.clear_wakeup()

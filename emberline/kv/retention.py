@@ -23,7 +23,7 @@ OWNER_SHARE, HINTED_SHARE = 0.25, 0.5  # of a tier that hints may hold: of one o
 
 
 class Kind(IntEnum):
-    """What the conversation of a run waits for. In this order: evicted first, by rate of return, evicted last."""
+    """Event that the conversation of a run waits for. In this order: evicted first, by rate of return, evicted last."""
 
     EMPTY = 0  # no content
     DEAD = 1  # superseded by another continuation, or its session is final
@@ -111,7 +111,8 @@ class Listener(Protocol):
     """An order of eviction that follows changes of conversations. Called by the thread of `Retention`."""
 
     def changed(self, conversation: Conversation, n_superseded: int = 0) -> None:
-        """Its kind or time of use did; and its last n_superseded blocks are part of it no more."""
+        """Handle a conversation whose kind or time of use has changed, and whose last `n_superseded` blocks are no
+        longer part of it."""
 
 
 class Retention:
@@ -177,7 +178,7 @@ class Retention:
         self._tell(conversation)
 
     def ended_with_tool_calls(self, conversation: Conversation) -> None:
-        """What `end` did not know: the turn called tools, whose results are expected soon."""
+        """Correct what `end` did not know: the turn called tools, whose results are expected soon."""
         if conversation.kind is Kind.IDLE and conversation.ended_s >= 0:
             conversation.kind = Kind.TOOL
             self.times.ended(Kind.TOOL, instead_of=Kind.IDLE)
@@ -220,7 +221,7 @@ class Retention:
             self._sessions.popitem(last=False)
 
     def _rank(self, turn: Conversation, n_blocks: int) -> None:
-        """Which is its session's main conversation: the longest, unless that is not continued."""
+        """Choose the session's main conversation: the longest one, unless that is not continued."""
         branches = self._sessions.get((turn.owner, turn.session))
         if branches is None or turn not in branches:
             return

@@ -102,7 +102,7 @@ class PackedMatrix:
 
 @dataclass(slots=True)
 class NativeStep:
-    """What the layers of one step share; `keep` holds the arrays its structs point into."""
+    """Buffers that the layers of one step share; `keep` holds the arrays its structs point into."""
 
     step: _Step
     caches: Any  # an array of _Cache, one per KV group
@@ -132,13 +132,13 @@ def _result(like: Array, *shape: int) -> Array:
 
 
 def supports(hidden: int, head_dim: int, mlp: int, heads_per_kv_head: int) -> bool:
-    """Whether the kernels can run a model of this shape."""
+    """True if the kernels can run a model of this shape."""
     aligned = hidden % 16 == 0 and mlp % 16 == 0 and head_dim % 16 == 0
     return aligned and head_dim <= MAX_HEAD_DIM and heads_per_kv_head <= MAX_QUERY_HEADS_PER_KV_HEAD
 
 
 def set_threads(n: int) -> None:
-    """Of all kernels in this process, between two steps."""
+    """Set the number of threads of all kernels in this process. Called between two steps."""
     load_library().em_threads(n)
 
 

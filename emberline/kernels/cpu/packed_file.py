@@ -115,7 +115,7 @@ def _files(model: Path) -> str:
 
 
 def _places(arrays: dict[str, PackedArray]) -> tuple[dict[str, dict[str, Any]], int]:
-    """Where each matrix goes in the file, and the size of the file."""
+    """Return the position of each matrix in the file, and the size of the file."""
     places: dict[str, dict[str, Any]] = {}
     offset = ALIGNMENT * (1 + sum(200 + len(name) for name in arrays) // ALIGNMENT)  # after the header
     for name, (panels, bits) in arrays.items():

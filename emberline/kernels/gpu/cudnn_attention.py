@@ -38,7 +38,7 @@ def supports_expanded(q_dim: int, v_dim: int) -> bool:
 
 
 def new_kv(memory: Tensor, attn: GroupedQueryAttention, tokens: int, alone: bool) -> tuple[Tensor, Tensor]:
-    """Where k and v of a step's new tokens are to be copied; alone: they are one chunk."""
+    """Return the memory to which k and v of a step's new tokens are copied. `alone` tells that they are one chunk."""
     exact = alone and has_exact_plan(tokens)
     halves = memory[: 2 * tokens * attn.kv_heads * attn.head_dim].chunk(2)
     return kv_view(halves[0], tokens, attn, exact), kv_view(halves[1], tokens, attn, exact)
@@ -62,7 +62,7 @@ def has_exact_plan(n: int) -> bool:
 def forward(
     q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """As `LongAttention.forward`."""
+    """Implements `LongAttention.forward`."""
     if is_compiling():
         return q.new_empty(*q.shape[:2], v.shape[-1]), torch.empty(q.shape[1], len(q), device=q.device).T
     batch = (t.unsqueeze(0).transpose(1, 2) for t in (q, k, v))
@@ -92,7 +92,7 @@ def attend(
     q: Tensor, new_kv: tuple[Tensor, Tensor], attn: GroupedQueryAttention, pool: Tensor, table: Tensor, context: int,
     memory: Tensor, out: Tensor,
 ) -> Tensor:  # fmt: skip
-    """As `LongAttention.attend`."""
+    """Implements `LongAttention.attend`."""
     n = len(q)
     queries, merged = q.view(n, attn.heads, attn.head_dim), out.view(n, attn.heads, attn.head_dim)
     result, lse = forward(queries, *new_kv, attn.scale, True)

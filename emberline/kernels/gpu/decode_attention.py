@@ -210,7 +210,7 @@ def decode_attention(
 
 
 def n_prefix_splits(rows: int, heads: int, kv_heads: int) -> int:
-    """How many splits the prefix is divided into: about two programs per SM, at most 16."""
+    """Return the number of splits of the prefix: about two programs per SM, at most 16."""
     tiles = cdiv(rows * (heads // kv_heads), _prefix_tile_queries(rows * (heads // kv_heads)))
     return max(1, min(16, 2 * sm_count() // (tiles * kv_heads)))
 

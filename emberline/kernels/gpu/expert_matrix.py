@@ -88,5 +88,5 @@ def divide_words(words: Tensor) -> Tensor:
 def packed_experts(
     kind: str, k: int, codes: Tensor, words: Tensor, group: int, bias: Tensor | None = None
 ) -> ExpertMatrix:
-    """Of codes [experts, n, halves] and scale words [experts, words, n]."""
+    """Pack experts from codes [experts, n, halves] and scale words [experts, words, n]."""
     return ExpertMatrix(kind, k, divide_codes(codes), divide_words(words), group, bias, codes.shape[1])

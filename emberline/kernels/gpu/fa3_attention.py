@@ -23,7 +23,7 @@ name, has_plans = "fa3", False
 
 
 def is_available() -> bool:
-    """Whether the wheel is installed, fits this torch and has kernels for this device."""
+    """True if the wheel is installed, fits this torch and has kernels for this device."""
     if INTERPRETED or not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         return False
     try:
@@ -53,7 +53,7 @@ def new_kv(memory: Tensor, attn: GroupedQueryAttention, tokens: int, alone: bool
 
 
 def _halves(memory: Tensor, attn: GroupedQueryAttention) -> tuple[Tensor, Tensor]:
-    """For k and v: [tokens, kv_heads, dim] each, of whole blocks."""
+    """Return the memory of k and v: [tokens, kv_heads, dim] each, of whole blocks."""
     width = attn.kv_heads * attn.head_dim
     tokens = memory.numel() // (2 * width) // BLOCK_TOKENS * BLOCK_TOKENS
     k, v = memory[: 2 * tokens * width].view(2, tokens, attn.kv_heads, attn.head_dim)
@@ -61,7 +61,7 @@ def _halves(memory: Tensor, attn: GroupedQueryAttention) -> tuple[Tensor, Tensor
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, out: Tensor | None = None) -> tuple[Any, Any]:
-    """As `LongAttention.forward`; a causal mask is aligned to the last key."""
+    """Implements `LongAttention.forward`. A causal mask is aligned to the last key."""
     if is_compiling():
         result = q.new_empty(*q.shape[:2], v.shape[-1]) if out is None else out
         return result, torch.empty(q.shape[1], len(q), device=q.device).T
@@ -84,7 +84,7 @@ def attend(
     q: Tensor, new_kv: tuple[Tensor, Tensor] | None, attn: GroupedQueryAttention, pool: Tensor, table: Tensor,
     context: int, memory: Tensor, out: Tensor,
 ) -> Tensor:  # fmt: skip
-    """As `LongAttention.attend`."""
+    """Implements `LongAttention.attend`."""
     n = len(q)
     queries, merged = q.view(n, attn.heads, attn.head_dim), out.view(n, attn.heads, attn.head_dim)
     k, v = _halves(memory, attn)

@@ -97,7 +97,7 @@ def _half_pair(low, high):
 
 @triton.jit
 def _dot_word(word, low, high):
-    """For the interpreter."""
+    """Dot product of one word of codes, for the interpreter."""
     dot = fp8_values(word & 0xFF) * (low & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
     dot += fp8_values((word >> 8) & 0xFF) * ((low >> 16) & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
     dot += fp8_values((word >> 16) & 0xFF) * (high & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
@@ -432,7 +432,7 @@ def scaled_mm(x: FP8Rows, matrix: FP8Matrix, out: Tensor) -> None:
 
 
 def library_multiplies(x: FP8Rows, matrix: FP8Matrix, out: Tensor) -> bool:
-    """Whether `scaled_mm` takes these shapes."""
+    """True if `scaled_mm` takes these shapes."""
     n, k = matrix.shape
     aligned = n % 16 == 0 and k % 16 == 0 and out.dtype == torch.bfloat16
     return aligned and (not matrix.row_block or (matrix.row_block == BLOCK and len(x) % 4 == 0 and k % BLOCK == 0))

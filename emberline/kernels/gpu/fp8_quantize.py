@@ -105,5 +105,5 @@ def _warps(width: int) -> int:
 
 
 def scale_shape(tokens: int, width: int, blocked: bool) -> tuple[int, ...]:
-    """Of FP8Rows.scale."""
+    """Return the shape of FP8Rows.scale."""
     return (cdiv(width, BLOCK), tokens) if blocked else (tokens,)

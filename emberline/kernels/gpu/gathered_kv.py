@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,misc,no-untyped-call,untyped-decorator"
-"""What attention libraries that know no paged cache need: keys gathered from it, and results merged.
+"""Support for attention libraries without a paged cache: gathers keys from the cache, and merges results.
 
 Attention over a context in several parts is merged by their log-sum-exp (LSE); attention sinks are added the same way.
 """

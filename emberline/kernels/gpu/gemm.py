@@ -341,7 +341,7 @@ def persistent_gemv(
     x: Tensor, weight: Tensor, out: Tensor, tile: PersistentGemvTile, *, bias: Tensor | None = None,
     norm: Tensor | None = None, eps: float = 0.0, gate: int = 0, add: bool = False, pdl: int = 0,
 ) -> None:  # fmt: skip
-    """As `gemv`, for rows that fit in registers."""
+    """Like `gemv`, for rows that fit in registers."""
     n, k = out.shape[1], weight.shape[1]
     programs = min(cdiv(n, tile.rows), tile.per_sm * sm_count())
     row_bytes = k * weight.element_size()

@@ -42,7 +42,7 @@ class GroupedTile:
 
 @triton.jit
 def expert_gate(gate, up, GATE: tl.constexpr):
-    """As `moe.gated_activation`, by the index into EXPERT_GATES."""
+    """Like `moe.gated_activation`, by the index into EXPERT_GATES."""
     if GATE == 3:
         gate = tl.minimum(gate, 7.0)
         up = tl.minimum(tl.maximum(up, -7.0), 7.0)
@@ -119,7 +119,7 @@ def _dense_product(
 
 @triton.jit
 def _packed_offsets(expert, row, rows, tiles, WORDS: tl.constexpr, BLOCK: tl.constexpr):
-    """Of the first tile's codes and scale words of each row: see `expert_matrix`."""
+    """Return the offsets of the first tile's codes and scale words of each row: see `expert_matrix`."""
     block = expert * tl.cdiv(rows, BLOCK) + row // BLOCK
     return block * (tiles * 32 * BLOCK) + row % BLOCK * 32, block * (tiles * WORDS * BLOCK) + row % BLOCK
 
@@ -139,7 +139,7 @@ def _packed_product(
     MXFP4: tl.constexpr, WORDS: tl.constexpr, GATE: tl.constexpr, EVEN: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, STAGES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """As `_dense_product`, for 4-bit codes with WORDS words of scales per tile of 128 columns: see `dequantize`.
+    """Like `_dense_product`, for 4-bit codes with WORDS words of scales per tile of 128 columns: see `dequantize`.
 
     For few tokens scales multiply accumulators, which are fewer than weights. A tile of many rows also takes INT4's -8
     from them: the product of codes plus 128 with x begins at that of -136 with x, which all rows share.
@@ -199,7 +199,8 @@ def _fp8_product(
     BLOCKS: tl.constexpr, GATE: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr,
     COLS: tl.constexpr, TOKENS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """As `_dense_product`, for FP8 codes. BLOCKS: a scale per 128 x 128 block, else one per row, applied at the end."""
+    """Like `_dense_product`, for FP8 codes. BLOCKS: a scale per 128 x 128 block, else one per row, applied at the
+    end."""
     stride = n * (2 if GATE else 1)
     col = tl.arange(0, COLS)
     code_ptrs = codes + (expert * stride + row)[:, None] * k + col[None, :]

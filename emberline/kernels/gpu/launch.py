@@ -38,7 +38,7 @@ def sm_count() -> int:
 
 
 def supports_pdl() -> bool:
-    """Whether this device supports programmatic dependent launch."""
+    """True if this device supports programmatic dependent launch."""
     return not INTERPRETED and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9
 
 
@@ -74,7 +74,7 @@ def compiling_only(server: CompileServer | None = None) -> Iterator[None]:
 
 
 def warn_of_compiling() -> None:
-    """From now on, log the kernels that steps still have to compile: requests wait for them."""
+    """Log, from now on, each kernel that a step still has to compile: requests wait for it."""
     global _prepared
     _prepared = True
 

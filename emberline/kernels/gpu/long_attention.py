@@ -19,12 +19,12 @@ class LongAttention(Protocol):
     def name(self) -> str: ...
     @property
     def has_plans(self) -> bool:
-        """Whether it takes time to plan a shape, so that it is used only once `warm_up` has ended."""
+        """True if planning a shape takes time, so that the library is used only once `warm_up` has ended."""
         ...
 
     def supports(self, attn: GroupedQueryAttention) -> bool: ...
     def supports_expanded(self, q_dim: int, v_dim: int) -> bool:
-        """Whether `forward` takes MLA's heads, whose values are narrower than their keys."""
+        """True if `forward` takes MLA's heads, whose values are narrower than their keys."""
         ...
 
     def forward(
@@ -37,7 +37,8 @@ class LongAttention(Protocol):
         ...
 
     def new_kv(self, memory: Tensor, attn: GroupedQueryAttention, tokens: int, alone: bool) -> Any:
-        """Where k and v of a step's new tokens are to be copied, each [tokens, kv_heads, dim]; None: nowhere."""
+        """Return where k and v of a step's new tokens are to be copied, each [tokens, kv_heads, dim]. Returns None for
+        nowhere."""
         ...
 
     def attend(
@@ -63,7 +64,7 @@ def long_attention() -> LongAttention:
 
 
 def is_long(library: LongAttention, attn: GroupedQueryAttention, n_tokens: int) -> bool:
-    """Whether the library computes a chunk; none of them knows windows that are worth it."""
+    """True if the library computes a chunk. No library knows windows that are worth it."""
     return n_tokens >= MIN_TOKENS and attn.window is None and attn.chunk is None and library.supports(attn)
 
 

@@ -32,7 +32,7 @@ REDUCE, GATHER, EXCHANGE = 0, 1, 2
 
 
 def region_bytes(size: int) -> int:
-    """Of each rank's region, in a group of so many."""
+    """Return the bytes of each rank's region in a group of `size` ranks."""
     return size * 8 * MAX_PROGRAMS + 2 * MAX_BYTES
 
 
@@ -92,12 +92,13 @@ def _peer_collective(
 
 
 def program_count(n: int, size: int) -> int:
-    """Of a message of n elements; the ranks of a group on one GPU take half of its SMs' places at most."""
+    """Return the programs for a message of n elements. The ranks of a group on one GPU take half of its SMs' places at
+    most."""
     return min(cdiv(n, BLOCK), MAX_PROGRAMS, max(1, 4 * sm_count() // size))
 
 
 def max_elements(x: Tensor, kind: int, size: int) -> int:
-    """Of a rank's part in one message."""
+    """Return the largest number of elements of a rank's part in one message."""
     n = min(BLOCK * MAX_PROGRAMS, MAX_BYTES // x.element_size())
     return n // size if kind == EXCHANGE else n
 

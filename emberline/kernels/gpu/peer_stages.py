@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def,misc,no-untyped-call,untyped-decorator"
-"""From stage to stage of a pipeline over memory that both have mapped: one kernel on each side, no host, safe in CUDA
-graphs.
+"""Messages from stage to stage of a pipeline over memory that both have mapped: one kernel on each side, no host, safe
+in CUDA graphs.
 
 Every stage has a region of device memory that its neighbors write:
 
@@ -34,7 +34,7 @@ def region_bytes() -> int:
 
 
 def new_counts(device: torch.device | str) -> Tensor:
-    """Of one direction: messages, and programs of the present one that have ended."""
+    """Make the counters of one direction: messages, and programs of the present message that have ended."""
     return torch.zeros(2, dtype=torch.int64, device=device)
 
 
@@ -86,7 +86,7 @@ def send(x: Tensor, regions: Tensor, counts: Tensor, rank: int) -> None:
 
 
 def recv(x: Tensor, regions: Tensor, counts: Tensor, rank: int) -> None:
-    """From the stage before: a tensor of the size that it sends. counts: of what is received."""
+    """Receive a tensor of the size that the stage before sends. `counts` are those of the receiving direction."""
     _in_messages(_recv, x, regions, counts, rank)
 
 

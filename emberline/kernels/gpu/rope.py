@@ -53,7 +53,7 @@ NORM, ROPE, L2_NORM, TEMPERATURE = 1, 2, 4, 8
 
 
 def query_key_ops(attn: GroupedQueryAttention) -> int:
-    """Those of an attention block, as a sum."""
+    """Return the query and key operations of an attention block, as a sum of flags."""
     temperature = TEMPERATURE if attn.temperature is not None else 0
     return (NORM if attn.q_norm is not None else 0) | ROPE * attn.rope | L2_NORM * attn.l2_norm | temperature
 
@@ -150,7 +150,7 @@ def rope_and_cache(
     tables: Tensor, query_starts: Tensor, positions: Tensor, first_token: int = 0, first_row: int = 0,
     copy_to: tuple[Tensor, Tensor] | None = None, pdl: bool = False,
 ) -> None:  # fmt: skip
-    """For tokens from `first_token` on: q to q_out [tokens, heads * dim], k and v to their cache blocks.
+    """Write the tokens from `first_token` on: q to q_out [tokens, heads * dim], k and v to their cache blocks.
 
     Tokens of rows before `first_row` are skipped. rotary: the `rotary_table`. pool: one layer's view of the KV pool,
     [blocks, 2, kv_heads, BLOCK_TOKENS, head_dim]. copy_to: tensors that receive k and v as well, [n, kv_heads, dim]

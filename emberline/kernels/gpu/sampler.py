@@ -112,14 +112,14 @@ def _has_filter(state):
 
 @triton.jit
 def _has_listed_top_k(state, MAX_LISTED_K: tl.constexpr):
-    """Whether top_k is small enough for the candidate list to hold all that can be among the k best."""
+    """True if top_k is small enough for the candidate list to hold every token that can be among the k best."""
     top_k = tl.load(state + 6)
     return (top_k > 1) & (top_k <= MAX_LISTED_K)
 
 
 @triton.jit
 def _ranks_before(x, ids, pivot, pivot_id):
-    """Whether a token ranks before the pivot: more likely, or equally likely with a lower id."""
+    """True if a token ranks before the pivot: more likely, or equally likely with a lower id."""
     return (x > pivot) | ((x == pivot) & (ids < pivot_id))
 
 

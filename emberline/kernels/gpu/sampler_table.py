@@ -118,8 +118,8 @@ class SamplerTable:
             self._edit(slot)
 
     def allow(self, slots: Sequence[int], bits: NDArray[np.uint32]) -> None:
-        """For the next launch only: slot slots[i] samples a token whose bit is set in bits[i]. The masks of several
-        draws of a slot follow each other."""
+        """Restrict the next launch only: slot slots[i] samples a token whose bit is set in bits[i]. The masks of
+        several draws of a slot follow each other."""
         n, words = len(slots), self.masks.shape[1]
         numbers = np.zeros((n, words), np.uint32)
         numbers[:, : bits.shape[1]] = bits[:, :words]

@@ -95,7 +95,8 @@ def _row_tiles(
     start, query_starts, context_lens, first_row, n_rows, max_keys,
     TOKENS: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """For ROWS rows: a mask of existing rows, query tiles of TOKENS new tokens, and their maximum of KEYS-key tiles."""
+    """Return, for ROWS rows, a mask of existing rows, query tiles of TOKENS new tokens, and their maximum of KEYS-key
+    tiles."""
     r = start + tl.arange(0, ROWS)
     mask = r < n_rows
     query_start = tl.load(query_starts + first_row + r, mask=mask, other=0)

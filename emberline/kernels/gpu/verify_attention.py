@@ -53,7 +53,7 @@ def verify_queries(group: int) -> int:
 
 
 def verifies(group: int) -> bool:
-    """Whether the kernel computes such rows, of so many query heads for a KV head."""
+    """True if the kernel computes rows with `group` query heads for a KV head."""
     return verify_queries(group) <= MAX_QUERIES
 
 

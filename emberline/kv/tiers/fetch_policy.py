@@ -15,7 +15,7 @@ MAX_CUTS = 8  # prefix lengths that are compared
 
 @dataclass(slots=True, frozen=True)
 class TierQueue:
-    """What a fetch from one tier has to expect."""
+    """Expected delay and rate of a fetch from one tier."""
 
     rate: float  # bytes per second, measured or assumed
     queued_bytes: int = 0  # of fetches before it
@@ -36,7 +36,7 @@ class TierRun:
 
 @dataclass(slots=True, frozen=True)
 class ComputeQueue:
-    """What recomputing has to expect."""
+    """Expected delay and rate of recomputing."""
 
     tokens_per_s: float  # of prompts; 0: not measured yet
     n_before: int = 0  # prompt tokens that are computed before the request's
@@ -64,7 +64,8 @@ def choose(
     compute: ComputeQueue,
     whole: bool = False,
 ) -> Fetch | None:
-    """What to fetch of the prefix that the runs are, with n_tail tokens behind them to compute; None: nothing.
+    """Choose the part of a prefix to fetch, given the runs that hold it and `n_tail` tokens after it to compute.
+    Returns None for nothing.
 
     The first token is due after the longer of the fetch and the computing before it, and the uncached rest. Of the
     prefix lengths that are not slower than recomputing everything the soonest is taken; while others wait for the

@@ -474,7 +474,7 @@ def address_of(buffer: memoryview) -> int:
 
 
 def copy(target: memoryview, source: memoryview) -> None:
-    """Without the interpreter's lock, which the step loop needs."""
+    """Copy without the interpreter's lock, which the step loop needs."""
     np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 

@@ -72,7 +72,7 @@ class FP8(MatrixFormat):
         )  # fmt: skip
 
     def gated(self, on: Launcher, x: Tensor, matrix: FP8Matrix, fusion: Fusion, consumer: Matrix) -> Tensor | FP8Rows:
-        """For many tokens the activation is quantized at once."""
+        """Multiply and apply the gated activation. With many tokens, the activation is quantized in the same pass."""
         m, width = len(x), consumer.shape[1]
         if (
             isinstance(consumer, FP8Matrix) and _takes_rows(on, matrix, m) and _takes_rows(on, consumer, m)

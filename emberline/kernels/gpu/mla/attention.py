@@ -59,7 +59,8 @@ def _hopper() -> Any | None:
 
 
 def latent_tile(queries: int, latent: int, rope: int, shares: int = 1) -> LatentTile:
-    """Of a step whose query tiles have so many queries. 64 outputs of 512 dimensions take half of an SM's registers.
+    """Return the tile of a step whose query tiles have `queries` queries. 64 outputs of 512 dimensions take half of an
+    SM's registers.
 
     shares: of each block's tokens. `hopper` loads whole blocks, and gives no log-sum-exp.
     """
@@ -77,13 +78,15 @@ def tile_tokens(heads: int) -> int:
 
 
 def partial_floats(queries: int, latent_dim: int) -> int:
-    """Of one partial result: an unnormalized output, a maximum (base 2) and a denominator per query."""
+    """Return the floats of one partial result: an unnormalized output, a maximum (base 2) and a denominator per
+    query."""
     return queries * (latent_dim + 2)
 
 
 @triton.jit
 def _kept(n, first_token, BLOCK: tl.constexpr):
-    """How many of the first n tokens of a sequence the rank has: of each block BLOCK, from `first_token` on."""
+    """Return the number of a sequence's first n tokens that the rank has: of each block BLOCK, from `first_token`
+    on."""
     if BLOCK == 16:
         return n
     else:
@@ -92,7 +95,7 @@ def _kept(n, first_token, BLOCK: tl.constexpr):
 
 @triton.jit
 def _result_row(token, head, tokens, HEADS: tl.constexpr, SHARES: tl.constexpr):
-    """Of [SHARES, tokens, HEADS // SHARES]: the heads of each rank lie together."""
+    """Return the row in [SHARES, tokens, HEADS // SHARES], where the heads of each rank lie together."""
     if SHARES == 1:
         return token.to(tl.int64) * HEADS + head
     else:

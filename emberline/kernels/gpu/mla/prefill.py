@@ -25,7 +25,7 @@ MAX_EXPANDED_TOKENS = 1 << 16
 
 
 def expanded_tokens(heads: int, q_dim: int, v_dim: int, item: int) -> int:
-    """Of a segment: as many as MAX_EXPANDED_BYTES hold."""
+    """Return the tokens of a segment: as many as MAX_EXPANDED_BYTES hold."""
     return min(MAX_EXPANDED_TOKENS, MAX_EXPANDED_BYTES // (heads * (q_dim + v_dim) * item) // 16 * 16)
 
 

@@ -48,7 +48,8 @@ def max_items(tokens: int, rows: int, tile_tokens: int) -> int:
 
 @triton.jit
 def _tiles(start, query_starts, context_lens, n_rows, TOKENS: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr):
-    """For ROWS rows: their query tiles, none for padding, and how many tiles of keys each of those reads at most."""
+    """Return the query tiles of ROWS rows, none for padding, and the largest number of key tiles that each of them
+    reads."""
     r = start + tl.arange(0, ROWS)
     mask = r < n_rows
     new = tl.load(query_starts + r + 1, mask=mask, other=0) - tl.load(query_starts + r, mask=mask, other=0)

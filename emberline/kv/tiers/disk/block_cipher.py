@@ -45,7 +45,8 @@ class BlockCipher:
         self._cipher = library.EVP_aes_256_ctr()
 
     def crypt(self, nonce: bytes, source: memoryview, target: memoryview) -> None:
-        """Of the same length; they may be the same bytes. A nonce of 16 bytes is used once."""
+        """Encrypt or decrypt into a target of the same length, which may be the same bytes. Each nonce of 16 bytes is
+        used once."""
         assert len(nonce) == 16
         assert source.nbytes == target.nbytes
         library = self._library

@@ -126,7 +126,7 @@ class BlockFile:
         return verified
 
     def _verify(self, header: memoryview, key: bytes, body: memoryview) -> bool:
-        """Whether this is the block; it is decrypted in place."""
+        """Decrypt the block in place. Returns True if it is the block that the key names."""
         known = _HEADER.unpack_from(header)
         encrypted = int(self._cipher is not None)
         expected = MAGIC, VERSION, encrypted, key, self.tag.ljust(16, b"\0"), self.block_bytes

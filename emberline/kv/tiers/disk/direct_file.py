@@ -31,7 +31,8 @@ def aligned_buffer(n_bytes: int) -> memoryview:
 
 
 def is_aligned(buffer: memoryview) -> bool:
-    """Whether direct I/O can use the buffer as it is. Of a read-only one that is not known: it is copied."""
+    """True if direct I/O can use the buffer as it is. A read-only buffer is copied, since its alignment is not
+    known."""
     if buffer.nbytes % PAGE or buffer.readonly or not buffer.contiguous:
         return False
     return ctypes.addressof(ctypes.c_char.from_buffer(buffer)) % PAGE == 0
@@ -58,7 +59,7 @@ class DirectFile:
 
     @property
     def is_linked(self) -> bool:
-        """Whether the path still names this file."""
+        """True if the path still names this file."""
         try:
             there, here = os.stat(self.path), os.fstat(self._descriptor)
         except FileNotFoundError:

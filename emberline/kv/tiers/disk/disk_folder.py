@@ -27,7 +27,7 @@ def model_folder(disk_path: Path, fingerprint: str) -> Path:
 
 
 class FolderFormat(msgspec.Struct, frozen=True):
-    """How the blocks of a folder were written."""
+    """Format in which the blocks of a folder were written."""
 
     version: int
     fingerprint: str  # of the model
@@ -46,12 +46,13 @@ class FolderFormat(msgspec.Struct, frozen=True):
         return cls(VERSION, fingerprint, named, n_slots, _name_of(key), _name_of(cipher_key), boot_id())
 
     def is_compatible(self, other: "FolderFormat") -> bool:
-        """Whether blocks of this format can be read as of the other one. Layouts have files of their own."""
+        """True if blocks of this format can be read as blocks of the other one. Layouts have files of their own."""
         ours, theirs = ((one.version, one.fingerprint, one.key, one.cipher) for one in (self, other))
         return ours == theirs
 
     def is_trusted(self, boot: str) -> bool:
-        """Whether the index says what the slots hold: the machine has not crashed since they were written."""
+        """True if the index tells the contents of the slots, because the machine has not crashed since they were
+        written."""
         return self.clean or (self.boot == boot != "")
 
 

@@ -236,7 +236,7 @@ class DiskTier:
             _log.warning("blocks of the KV cache on disk did not verify and are recomputed (%s)", file.file.path)
 
     def _write_blocks(self, file: BlockFile, blocks: list[tuple[bytes, memoryview, BlockMeta]]) -> int:
-        """How many were written."""
+        """Write blocks to the file, and return the number written."""
         written: list[int] = []
         if not blocks:
             return 0
@@ -298,7 +298,7 @@ class DiskTier:
     # --- files -----------------------------------------------------------------------------------------------------
 
     def _available(self) -> bool:
-        """Whether the drive may be asked now; opens the files where they are not, or not there any more."""
+        """True if the drive may be asked now. Opens the files where they are not open, or are not there any more."""
         if not self._health.usable:
             self._health.check()
             return False

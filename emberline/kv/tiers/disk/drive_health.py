@@ -1,4 +1,4 @@
-"""Whether a drive answers: after errors in a row, or while a call stalls, it is out of use; it recovers by itself."""
+"""Health of a drive: after errors in a row, or while a call stalls, the drive is out of use; it recovers by itself."""
 
 import errno
 import logging

@@ -1,4 +1,4 @@
-"""Which slot of a block file holds which block: in memory, and as one record per slot in an index file.
+"""Index of a block file's slots: in memory, and as one record per slot in an index file.
 
 The index is a hint: what a slot holds is verified whenever it is read. But purging relies on it, so a record names
 the owner of a slot's bytes until they are overwritten or wiped, also after the block was evicted. The records are read
@@ -136,7 +136,7 @@ class SlotIndex:
         return sorted(taken + self._evict(n - len(taken)))
 
     def begin(self, slots: Slots, keys: Sequence[bytes], metas: Sequence[BlockMeta]) -> None:
-        """These blocks are about to be written to these slots."""
+        """Record that these blocks are about to be written to these slots."""
         now_s = int(time.time())
         for slot, key, meta in zip(slots, keys, metas):
             saved_s, used_s = int(meta.saved_s or now_s), int(meta.used_s or now_s)
@@ -147,7 +147,7 @@ class SlotIndex:
             self.records[slot] = (0, SlotState.WRITING, 1, 0, meta.position, key, *names, *hints, saved_s, used_s)
 
     def commit(self, slot: int) -> None:
-        """Its block is written."""
+        """Record that the slot's block is written."""
         self.records["state"][slot] = SlotState.VALID
         key = self.records["key"][slot].tobytes()
         self.slots[key] = slot
@@ -310,7 +310,8 @@ def _stripped(value: bytes) -> bytes:
 
 
 def _equal(records: npt.NDArray[np.void], name: str, value: bytes) -> npt.NDArray[np.bool_]:
-    """Whether a field of 16 bytes has this value. Two comparisons of integers: those of bytes are far slower."""
+    """Compare a field of 16 bytes with this value, for all records. Compares pairs of integers, since comparing bytes
+    is far slower."""
     words, at = _words(records), RECORD.fields[name][1] // 8  # type: ignore[index]
     low, high = np.frombuffer(value.ljust(16, b"\0"), np.uint64)
     found: npt.NDArray[np.bool_] = (words[:, at] == low) & (words[:, at + 1] == high)
