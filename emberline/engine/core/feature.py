@@ -271,7 +271,7 @@ class Speculation(Feature):
 
 
 class Moments:
-    """For each moment, the bound methods of the features that implement it."""
+    """Bound methods of the features that implement each moment."""
 
     def __init__(self, features: Iterable[Feature]) -> None:
         known = tuple(features)

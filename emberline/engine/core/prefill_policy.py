@@ -22,7 +22,7 @@ _GAIN = 0.2  # of a new measurement
 
 @dataclass(slots=True)
 class StepWork:
-    """What a step computes, as far as its duration depends on it."""
+    """Work of a step, as far as the step's duration depends on it."""
 
     n_decodes: int = 0
     n_tokens: int = 0  # prompt tokens
@@ -79,16 +79,16 @@ class PrefillPolicy:
         return inf
 
     def most_drafts(self, n_rows: int) -> int:
-        """Of all rows together, in a step that decodes so many sequences."""
+        """Return the largest number of draft tokens, over all rows, of a step that decodes `n_rows` sequences."""
         return n_rows * MAX_DRAFTS
 
     @property
     def drafts_beside_prompts(self) -> bool:
-        """Whether a step that computes prompts also verifies drafts."""
+        """True if a step that computes prompts also verifies drafts."""
         return True
 
     def align(self, work: StepWork, start: int, n: int) -> int:
-        """How many of the next n tokens to take from a prompt that has more than n left."""
+        """Return how many of the next n tokens to take from a prompt that has more than n left."""
         return n
 
     def observe(self, work: StepWork, seconds: float) -> None:
@@ -96,7 +96,7 @@ class PrefillPolicy:
 
 
 class DecodeTimes:
-    """How long steps without prompts take: a line over the number of sequences that they decode."""
+    """Durations of steps without prompts: a line over the number of sequences that they decode."""
 
     def __init__(self) -> None:
         self._means: dict[int, tuple[float, float]] = {}  # sequences and seconds, by power of two of the sequences
@@ -178,7 +178,7 @@ class DecodingSequences:
             self.first_step = seq.first_token_step
 
     def came_after(self, seq: Sequence, step: int) -> bool:
-        """Whether `seq` was here by `step` or before any of them had a token, and did not wait for its class."""
+        """True if `seq` was here by `step`, or before any of them had a token, and did not wait for its class."""
         return min(seq.arrival_step, step) < self.first_step and seq.effective_class <= self.best_class
 
 

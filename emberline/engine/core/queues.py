@@ -186,7 +186,7 @@ class BatchYielding:
         return self._now_s - self._interactive_s < QUIET_S
 
     def prefill_limit_s(self, seq: Sequence) -> float:
-        """How long the prompts of a step may take for this sequence's chunk to join them."""
+        """Return the longest time for a step's prompts with which this sequence's chunk may join them."""
         return BATCH_PREFILL_S if self.is_limited and seq.effective_class == Priority.BATCH else inf
 
     def resting(self, queues: Queues, most: float) -> set[int]:

@@ -159,7 +159,8 @@ class StepTimes:
 
 
 def _terms(plan: StepPlan) -> tuple[float, ...]:
-    """What a step computes: 1, sequences that decode, their context, tokens of chunks, tokens × tokens before them."""
+    """Return the terms of a step's duration: 1, sequences that decode, their context, tokens of chunks, tokens × tokens
+    before them."""
     n_rows, context, n_tokens, pairs = len(plan.columns), int(plan.columns.cells[START].sum()), 0, 0.0
     for row in plan.others:
         n = row.stop - row.start

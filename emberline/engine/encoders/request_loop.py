@@ -1,4 +1,4 @@
-"""What the step loops of encoders and speech models share: their requests, load, deadlines and ends.
+"""Common part of the step loops of encoders and speech models: requests, load, deadlines and ends.
 
 Unlike `step_loop.py` they have no KV cache, no scheduler and nothing in flight between two steps.
 """

@@ -1,1 +1,1 @@
-"""What binds a reply to a grammar: masks for the sampler, and the shortest way to a valid end."""
+"""Binds a reply to a grammar: masks for the sampler, and the shortest way to a valid end."""

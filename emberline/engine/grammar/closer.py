@@ -19,7 +19,7 @@ class Closer:
 
     @property
     def fewest_bytes(self) -> int:
-        """Of a completion; a special token counts as one."""
+        """Bytes of the cheapest completion; a special token counts as one byte."""
         return self._states[-1].cost
 
     @property

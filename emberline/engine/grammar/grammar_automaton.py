@@ -39,7 +39,8 @@ class TooComplex(Exception):
 
 
 class State:
-    """What may still follow. `cost`: bytes and special tokens of the cheapest completion; 0: the text may end here."""
+    """Texts that may still follow. `cost` is the bytes and special tokens of the cheapest completion; with 0 the text
+    may end here."""
 
     __slots__ = ("cost", "nesting", "next")
 

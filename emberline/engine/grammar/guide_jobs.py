@@ -20,7 +20,7 @@ SLOW_NICE = 10
 
 @dataclass(slots=True, frozen=True)
 class GuideTimings:
-    """How long steps wait for grammars, and how much CPU time a grammar may use."""
+    """Limits on the time that steps wait for grammars, and on the CPU time of one grammar."""
 
     step_wait_s: float = 0.02  # that a step waits for its jobs; what is late comes in a later step
     job_wait_s: float = 0.002  # that a step waits longer for each of its jobs

@@ -268,7 +268,7 @@ class _Translator:
         return name
 
     def _depth(self, text: str) -> int:
-        """How deeply a part of a lexeme is nested, on which llguidance recurses."""
+        """Return the nesting depth of a part of a lexeme, on which llguidance recurses."""
         now = deepest = 0
         for sign in _NESTING.findall(text):
             now += {"(": 1, ")": -1}.get(sign, 0)
@@ -310,8 +310,9 @@ class _Translator:
 
 
 def _lexeme_ends(items: tuple[ir.Expression, ...]) -> set[int]:
-    """Where a lexeme must end: after free text and the whole of what ends it. If a lexeme ended before, free text would
-    take the beginning of its end for its own. If none ended there, what follows would be read along with free text."""
+    """Return the positions where a lexeme must end: after free text and the whole of its terminator. If a lexeme ended
+    earlier, free text would swallow the beginning of its terminator. If none ended there, what follows would be read
+    along with free text."""
     found = set()
     for at, free in enumerate(items):
         for part in free.without if isinstance(free, ir.Free) else ():

@@ -73,7 +73,7 @@ class Matcher:
         bits[-1] &= self._last_word
 
     def accept(self, token_id: int) -> bool:
-        """Whether the grammar allows the token; if not, without effect."""
+        """Advance by the token. Returns False, without any effect, if the grammar does not allow it."""
         accepted = bool(self._matcher.try_consume_tokens([token_id]) == 1)
         if not accepted and self._exhausted(token_id):
             self._recompile()
@@ -97,7 +97,7 @@ class Matcher:
             self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
 
     def _exhausted(self, token_id: int) -> bool:
-        """Whether a limit, not the grammar, has rejected a token: llguidance does not say."""
+        """True if a limit, not the grammar, has rejected a token: llguidance does not tell the two apart."""
         if not self._matcher.is_error():
             bits = np.zeros(self._n_words, np.uint32)
             self._fill(bits)

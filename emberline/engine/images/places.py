@@ -1,4 +1,4 @@
-"""Where the rows of a request's images stand in its prompt."""
+"""Positions of the rows of a request's images in its prompt."""
 
 from collections.abc import Iterator
 from itertools import accumulate

@@ -1,4 +1,5 @@
-"""How long the ranks of a group take to talk to each other: measured all-reduces where there are some, else the link.
+"""Duration of the collectives of a rank group: measured all-reduces where there are some, otherwise estimates from the
+link.
 
 A small all-reduce is one-shot: every rank reads the whole tensor of all others. A large one is NCCL's: each rank sums
 its part of all tensors and passes the sum on, after a start that takes longer.

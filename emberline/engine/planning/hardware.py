@@ -50,14 +50,15 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     @property
     def runs_kernels(self) -> bool:
-        """Whether the engine's GPU kernels run on it; otherwise a plan is arithmetic only."""
+        """True if the engine's GPU kernels run on it; otherwise a plan is arithmetic only."""
         return self.shared_kib >= KERNEL_SHARED_KIB
 
 
 def _gpu(
     name: str, memory_gib: float, tb_s: float, bf16: float, fp8: float, link: str = "pcie4", shared_kib: int = 227
 ) -> Gpu:
-    """From data sheets: dense TFLOP/s, TB/s. Programs reach what they were measured to reach on the H200."""
+    """Make a GPU from its data sheet: dense TFLOP/s, TB/s. Programs are assumed to reach the shares measured on the
+    H200."""
     (gb_s, us), reached = _LINKS[link], round(0.809 * bf16)
     return Gpu(
         name=name,

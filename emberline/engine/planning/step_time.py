@@ -1,5 +1,5 @@
-"""How long a step takes on one rank, by roofline: what it reads over the bandwidth, or what it computes over the
-arithmetic, and what the ranks of a group say to each other.
+"""Duration of a step on one rank, by roofline: bytes read over the bandwidth, or operations over the arithmetic rate,
+and the collectives of the group.
 
 The efficiencies were measured on an H200; see docs/lab/2026-11-gpu-kernels.md.
 """
@@ -81,12 +81,12 @@ class Matrices(NamedTuple):
 
 
 def token_bytes(group: KVGroup) -> float:
-    """Of a token's cache in one of the group's layers, on this rank."""
+    """Return the bytes of a token's cache in one of the group's layers, on this rank."""
     return group.block_bytes / BLOCK_TOKENS / len(group.layers)
 
 
 class AttentionWork:
-    """What an attention block computes and reads."""
+    """Operations and bytes read of an attention block."""
 
     def __init__(self, block: Attention, group: KVGroup, dcp: int) -> None:
         self._products = Matrices.of(*block.matrices)
@@ -117,7 +117,8 @@ class AttentionWork:
         return products + over_cache + KERNELS * LAUNCH_S
 
     def collective_seconds(self, gpu: Gpu, step: Step) -> float:
-        """Of context parallelism: queries are gathered and results exchanged, or a long chunk's latents gathered."""
+        """Return the duration of context parallelism's collectives: queries are gathered and results exchanged, or a
+        long chunk's latents gathered."""
         if self._dcp == 1 or self._latent is None:
             return 0.0
         link, mla = Link(gpu, self._dcp), self._latent
@@ -162,7 +163,7 @@ class FeedForwardWork:
 
 
 class StageWork:
-    """What one rank computes in a step: the layers of its stage, and what the ends of the model add."""
+    """Work of one rank in a step: the layers of its stage, and what the ends of the model add."""
 
     def __init__(self, model: Decoder) -> None:
         layout = model.shard.layout

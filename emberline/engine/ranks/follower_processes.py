@@ -14,7 +14,8 @@ WORKER = "emberline.engine.worker"
 
 
 class FollowerProcesses:
-    """They are in rank 0's process group, end with it, and write to its log; a start that fails says why on stdout."""
+    """Processes of the followers on this machine. They belong to rank 0's process group, end with it, and write to its
+    log. A follower that cannot start says why on stdout."""
 
     def __init__(self, command: Sequence[str], ranks: Sequence[int], address: str, token: str) -> None:
         self._children = {
@@ -34,7 +35,8 @@ class FollowerProcesses:
                 raise BadInput(f"rank {rank} did not start: {_reason(child)}")
 
     def exit_of(self, rank: int, wait_s: float) -> str:
-        """Of a follower whose connection is closed: its exit status can be read a moment later, within wait_s."""
+        """Describe how a follower ended whose connection is closed. Its exit status can be read a moment later, within
+        wait_s."""
         try:
             code = self._children[rank].wait(wait_s)
         except (KeyError, subprocess.TimeoutExpired):

@@ -77,7 +77,8 @@ class GlooCollectives:
 
 
 def open_store(address: str, n_ranks: int, is_leader: bool, timeout_s: float) -> Store:
-    """Where gloo's ranks find each other: file:PATH in a private folder, or tcp:HOST:PORT of rank 0."""
+    """Open the store through which gloo's ranks find each other: file:PATH in a private folder, or tcp:HOST:PORT of
+    rank 0."""
     kind, _, rest = address.partition(":")
     limit = timedelta(seconds=timeout_s)
     if kind == "file":

@@ -128,7 +128,7 @@ def _map_regions(store: Any, name: str, rank: int, size: int, device: str, n_byt
 
 
 def has_own_device(store: Any, rank: int, ranks: Sequence[int], device: str) -> bool:
-    """Whether no two ranks share a GPU; every rank tells the others which it has."""
+    """True if no two ranks share a GPU. Every rank tells the others which GPU it has."""
     store.set(f"gpu/{rank}", str(torch.cuda.get_device_properties(device).uuid))
     uuids = [bytes(store.get(f"gpu/{each}")) for each in ranks]
     return len(set(uuids)) == len(uuids)

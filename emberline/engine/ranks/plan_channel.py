@@ -1,4 +1,4 @@
-"""How the plan of each step reaches the followers: shared memory on one machine, their connections on others."""
+"""Transport of each step's plan to the followers: shared memory on one machine, their connections on others."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -56,7 +56,7 @@ class ConnectionReader:
         self._thread.start()
 
     def join(self) -> None:
-        """Until the group or the connection has ended."""
+        """Wait until the group or the connection has ended."""
         self._thread.join()
 
     def _run(self) -> None:

@@ -58,7 +58,7 @@ class _SharedMemory:
         self._number = _FUTEX[platform.machine()]
 
     def wait(self, n_written: int, timeout_s: float) -> None:
-        """Until the number of messages is another, or the time has passed."""
+        """Wait until the number of messages differs from `n_written`, or the time has passed."""
         limit = _Timespec(int(timeout_s), int(timeout_s % 1 * 1e9))
         self._syscall(self._number, self._written, _WAIT, n_written, ctypes.byref(limit), None, 0)
 

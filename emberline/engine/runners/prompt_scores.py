@@ -58,7 +58,7 @@ def row_scores(
 
 
 class StepScores:
-    """What one step scores on the host."""
+    """Scores of one step on the host."""
 
     def __init__(self, rows: Sequence[ScoredRow]) -> None:
         self._rows = rows

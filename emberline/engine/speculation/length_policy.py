@@ -1,4 +1,4 @@
-"""How many tokens are worth drafting: chosen per row and step, from measured acceptance and measured step times.
+"""Chooses how many tokens to draft, per row and step, from measured acceptance and measured step times.
 
 A draft token gains as many tokens as the probability that it and all before it are drawn. It costs what one more token
 lengthens a step by: hardly anything on a GPU until the step turns compute-bound, a good part of a step on a CPU. The
@@ -35,7 +35,7 @@ class _Rates(dict[int, float]):
 
 
 class AcceptanceRates:
-    """How often a draft token is drawn where all before it are, by cell; older drafts fade."""
+    """Probability, by cell, that a draft token is drawn if all before it are. Older drafts fade."""
 
     def __init__(self, prior: Callable[[int], float]) -> None:
         self._prior = prior
@@ -139,7 +139,7 @@ class LengthPolicy:
                 self._drafts[n_rows.bit_length()] = DraftTimes(token_s, self._first_fixed_s)
 
     def begin_step(self, n_rows: int) -> bool:
-        """Whether the step may draft at all."""
+        """Return True if the step may draft at all."""
         if self._resting:
             self._resting -= 1
             return False
@@ -161,7 +161,7 @@ class LengthPolicy:
         return True
 
     def choose(self, cells: Sequence[int], n_guessed: int = 0, trust: float = 1.0) -> tuple[int, float]:
-        """How many tokens of a row's draft to verify, and how many are expected to be drawn.
+        """Choose how many tokens of a row's draft to verify. Returns also the number of tokens expected to be drawn.
 
         n_guessed: leading tokens that are being sampled already, and are not verified. trust: of the sequence, times
         the measured rates.

@@ -36,8 +36,8 @@ class _Slot:
         return self.start + len(self.ids)
 
     def take(self, start: int, tokens: list[int]) -> None:
-        """From position `start` on, the sequence has just these tokens. The last one is computed in any case: what
-        follows it is to be drafted."""
+        """Replace the sequence's tokens from position `start` on. The last token is always computed, since the tokens
+        after it are to be drafted."""
         kept, before = start - self.start, self.ids[start - self.start :]
         n_same = next((n for n, (a, b) in enumerate(zip(before, tokens)) if a != b), min(len(before), len(tokens)))
         self.ids[kept:] = tokens

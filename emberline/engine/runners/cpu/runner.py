@@ -26,7 +26,7 @@ Draft = Callable[[Sequence[Sampled], Sequence[SamplerRow]], Sequence[bytes]]
 
 
 class Model(Protocol):
-    """What a runner needs of `models.decoder.Decoder`."""
+    """Part of `models.decoder.Decoder` that a runner needs."""
 
     @property
     def kv_groups(self) -> tuple[KVGroup, ...]: ...
@@ -79,7 +79,7 @@ class ComputedStep:
 
 @dataclass(slots=True)
 class _Slot:
-    """What the runner knows of the sequence in a slot."""
+    """State of the sequence in a slot."""
 
     sampler: SamplerRow
     n_prompt: int

@@ -65,15 +65,15 @@ class DraftModelChain(ChainOfDrafts):
 
     @staticmethod
     def state_bytes(model: DraftModel, max_running: int, table_width: int) -> int:
-        """Beside the pools: of tables, and of token ids."""
+        """Return the bytes of tables and token ids, which are needed besides the pools."""
         return 4 * max_running * (len(model.kv_groups) * table_width + 16) + 4 * model.vocab_size
 
     def reading(self, slots: Tensor, drafts: bool = False) -> Taps:
         return _Following(self)
 
     def write_entries(self, step: StepInputs) -> None:
-        """Of the tokens of a step of the target, which has block tables of all groups. Those of drafts that will not be
-        accepted are made again, as the target's are."""
+        """Write the draft model's entries of a target step's tokens. The step has block tables of all groups. Entries
+        of drafts that will not be accepted are made again, as the target's are."""
         tables = step.block_tables[self._first_group :]
         shape = replace(step.shape, shared_prefix=None, prefix_lens=None)
         own = replace(step.of_tokens(), block_tables=tables, sample_tokens=self._none, shape=shape)

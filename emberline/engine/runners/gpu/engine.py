@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class GpuEngine:
-    """What is allocated before the KV cache takes the rest of the memory."""
+    """Parts of the engine that are allocated before the KV cache takes the rest of the memory."""
 
     model: Decoder
     device: str
@@ -81,7 +81,8 @@ class GpuEngine:
 
     @property
     def steps_in_flight(self) -> int:
-        """In a pipeline as many as stages, each of other sequences: all stages compute at once."""
+        """Number of steps in flight: in a pipeline one for each stage, of other sequences, so that all stages compute
+        concurrently."""
         return max(STEPS_IN_FLIGHT, self.model.shard.layout.pp)
 
     def runner(

@@ -35,7 +35,8 @@ class DeviceMemoryBudget:
 
 
 def runner_state_bytes(limits: Limits, n_groups: int) -> int:
-    """What the GPU runner keeps: block tables (of slots, of decode rows, of mixed steps), packets, outputs."""
+    """Return the bytes that the GPU runner keeps: block tables (of slots, of decode rows, of mixed steps), packets,
+    outputs."""
     n_rows = limits.max_running + CHUNK_ROWS
     tables = 3 * n_groups * n_rows * table_width(limits.context_len) * 4
     tokens = max(limits.token_budget, MAX_GRAPH_TOKENS)
@@ -45,9 +46,11 @@ def runner_state_bytes(limits: Limits, n_groups: int) -> int:
 def reserve_bytes(
     limits: Limits, n_groups: int, result_bytes: int, dense_layers: float = 32, speculates: bool = False
 ) -> int:
-    """What steps allocate beyond workspace and state: graphs, tables of mixed steps, results of cuDNN's attention.
+    """Return the bytes that steps allocate beyond workspace and state: graphs, tables of mixed steps, results of
+    cuDNN's attention.
 
-    `result_bytes`: of a token, in one layer. `dense_layers`: that have as many launches as the model's layers.
+    `result_bytes`: of a token, in one layer. `dense_layers`: number of dense layers with as many launches as the
+    model's layers.
     """
     n_rows = limits.max_running + CHUNK_ROWS
     tables = 2 * n_groups * n_rows * table_width(limits.context_len) * 4
@@ -57,7 +60,7 @@ def reserve_bytes(
 
 
 def graph_bytes(dense_layers: float) -> int:
-    """Of a CUDA graph with so many layers."""
+    """Return the bytes of a CUDA graph with that many layers."""
     return int(_GRAPH_BYTES * dense_layers / 32)
 
 

@@ -11,7 +11,7 @@ from emberline.kernels.gpu.prompt_logprobs import DeviceScoredTokens
 
 
 class DeviceStepScores:
-    """What one step scores: the tokens on the device, then the scores on the host."""
+    """Scores of one step: the tokens on the device, then the scores on the host."""
 
     def __init__(self, rows: Sequence[ScoredRow], device: torch.device, at_once: int) -> None:
         """at_once: scored tokens for whose logits there is memory at the same time."""

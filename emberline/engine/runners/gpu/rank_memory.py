@@ -86,15 +86,15 @@ class StepMemory:
 
 
 def _dense_layers(model: Decoder) -> float:
-    """That have as many launches as the model's layers."""
+    """Return the number of dense layers with as many launches as the model's layers."""
     latent = sum(isinstance(attn, LatentAttention) for attn in model.attentions)
     experts = sum(isinstance(block, MoE) for block in model.feed_forwards)
     return len(model.layers) + 0.6 * (latent + experts)  # each has about five launches more
 
 
 def collective_bytes(shard: Shard) -> int:
-    """Of the groups that a rank belongs to, of its stage and of its share of tokens where that is not all, and of the
-    stages next to its own."""
+    """Return the bytes of the groups that a rank belongs to: its stage, its share of tokens where that is not all, and
+    the neighboring stages."""
     layout, stage = shard.layout, shard.position.stage
     n_groups = (layout.tp > 1) + (1 < layout.dcp < layout.tp)
     n_neighbors = (stage > 0) + (stage < layout.pp - 1)
@@ -113,7 +113,8 @@ def bound_context(limits: Limits, model: Decoder, room: int) -> Limits:
 
 
 def weight_bytes(model: Decoder) -> int:
-    """Of all layers, embedding and head; layers of a plan share tensors that a model on a device has for each."""
+    """Return the bytes of all layers, embedding and head. Layers of a plan share tensors that a model on a device has
+    for each."""
     return sum(map(tensor_bytes, model.layers)) + tensor_bytes([model.embedding, model.head])
 
 

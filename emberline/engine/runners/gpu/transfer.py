@@ -95,7 +95,7 @@ def _gpu_uuid(device: torch.device) -> str:
 
 
 def _is_on(device: torch.device, pointer: int) -> bool:
-    """Of memory on another device torch makes a copy, if it can."""
+    """True if the memory is on this device. Of memory on another device torch makes a copy, if it can."""
     try:
         return bool(torch.as_tensor(DeviceSpan(pointer, WORD_BYTES), device=device).data_ptr() == pointer)
     except RuntimeError:
@@ -103,7 +103,7 @@ def _is_on(device: torch.device, pointer: int) -> bool:
 
 
 def exporting(pools: Sequence[Tensor], spans: Sequence[DeviceSpan]) -> CudaIpcReceiveTransport:
-    """For pools of `exported_pools`. TransportUnavailable: they cannot be exported."""
+    """Make the receiving transport of `exported_pools`. Raises TransportUnavailable if the pools cannot be exported."""
     device = pools[0].device
     probe = new_probe(_gpu_uuid(device))
     written = torch.frombuffer(bytearray(probe), dtype=torch.uint8).to(device)
@@ -116,7 +116,8 @@ def exporting(pools: Sequence[Tensor], spans: Sequence[DeviceSpan]) -> CudaIpcRe
 def open_cuda_ipc(
     words: Sequence[Tensor], opened: TransportOpened, target: Target | None = None
 ) -> "CudaIpcSendTransport":
-    """Also between two GPUs: the driver enables peer access where there is any, and a probe shows that it works."""
+    """Open the sending transport, also between two GPUs: the driver enables peer access where there is any, and a probe
+    shows that it works."""
     runs = None if target is None else [word_runs(each) for each in target.runs]
     block_bytes = [each.shape[1] * WORD_BYTES for each in words] if target is None else target.block_bytes
     device = words[0].device

@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 
 class Choice(NamedTuple):
-    """What was chosen, and why."""
+    """The chosen storage form, and the reason."""
 
     compress: bool
     reason: str
