@@ -9,6 +9,8 @@ import logging
 import os
 import select
 import socket
+import ssl
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +28,8 @@ FORM_S = 120.0  # for all followers to join
 _HELLO_S = 10.0  # for a connection to say who it is
 _MAX_JOIN_BYTES = 16 << 10
 _RETRY_S = 0.2
+_POLL_S = 0.05
+_MAX_GREETINGS = 256  # connections that have not said who they are; further ones wait in the listener's queue
 
 _log = logging.getLogger(__name__)
 
@@ -37,8 +41,12 @@ class Rendezvous:
         self, listener: socket.socket, facts: RankFacts, token: str, store: str, ring: RingWriter | None
     ) -> None:
         self._listener, self._facts, self._token = listener, facts, token
+        self._context = None if listener.family == socket.AF_UNIX else rank_context(token, server=True)
         self._store, self._ring = store, ring
         self._joined: dict[int, PeerConnection] = {}
+        self._lock = threading.Lock()  # of what is known of those who have joined
+        self._closed = False  # nobody is admitted any more
+        self._greeting = threading.BoundedSemaphore(_MAX_GREETINGS)
 
     def wait(self, timeout_s: float = FORM_S, check: Callable[[], None] = lambda: None) -> list[PeerConnection]:
         """The followers' connections, rank 1 first. BadInput: they did not all come. `check` is called meanwhile, and
@@ -51,32 +59,44 @@ class Rendezvous:
                 if time.monotonic() > limit_s:
                     missing = ", ".join(str(rank) for rank in range(1, layout.n_ranks) if rank not in self._joined)
                     raise BadInput(f"rank {missing} of {layout.n_ranks} did not join within {timeout_s:g} seconds")
-                if select.select([self._listener], [], [], _RETRY_S)[0]:
-                    self._admit(self._listener.accept()[0])
+                if select.select([self._listener], [], [], _POLL_S)[0] and self._greeting.acquire(timeout=_POLL_S):
+                    sock = self._listener.accept()[0]
+                    threading.Thread(target=self._greet, args=(sock,), name="rank-hello", daemon=True).start()
         except BaseException:
-            for connection in self._joined.values():
-                connection.close()
+            with self._lock:
+                self._closed = True
+                for connection in self._joined.values():
+                    connection.close()
             raise
-        return [self._joined[rank] for rank in range(1, layout.n_ranks)]
+        with self._lock:
+            self._closed = True
+            return [self._joined[rank] for rank in range(1, layout.n_ranks)]
 
-    def _admit(self, sock: socket.socket) -> None:
+    def _greet(self, sock: socket.socket) -> None:
+        """Admit or refuse whoever has connected, on a thread of its own."""
         try:
-            connection = _connection(sock, self._token, server=True)
+            connection = _connection(sock, self._context)
         except (BadInput, OSError) as error:
             _log.warning("a rank was refused: %s", error)
             sock.close()
-            return
+        else:
+            self._admit(connection)
+        finally:
+            self._greeting.release()
+
+    def _admit(self, connection: PeerConnection) -> None:
         connection.set_timeout(_HELLO_S)
         try:
             join = connection.receive(messages.to_leader, _MAX_JOIN_BYTES)
-            reason = self._reason_to_refuse(join)
-            if reason is None and isinstance(join, Join):
-                local = connection.local and self._ring is not None
-                descriptors = [self._ring.descriptor] if local and self._ring is not None else []
-                connection.send(Welcome(self._store, len(descriptors)), descriptors)
-                connection.set_timeout(None)
-                self._joined[join.rank] = connection
-                return
+            with self._lock:
+                reason = self._reason_to_refuse(join)
+                if reason is None and isinstance(join, Join):
+                    local = connection.local and self._ring is not None
+                    descriptors = [self._ring.descriptor] if local and self._ring is not None else []
+                    connection.send(Welcome(self._store, len(descriptors)), descriptors)
+                    connection.set_timeout(None)
+                    self._joined[join.rank] = connection
+                    return
             connection.send(Refused(reason or "not a Join"))
         except PeerConnectionLost as error:
             reason = str(error)
@@ -91,6 +111,8 @@ class Rendezvous:
         n_ranks = self._facts.layout.n_ranks
         if not 0 < join.rank < n_ranks:
             return f"there is no rank {join.rank}: this group has ranks 1 to {n_ranks - 1} beside rank 0"
+        if self._closed:
+            return "rank 0 does not wait any more"
         if join.rank in self._joined:
             return f"rank {join.rank} has joined already"
         if differences := self._facts.differences(join.facts):
@@ -105,7 +127,7 @@ def join_group(
     come over the connection, which carries other messages until the follower is ready: then `ConnectionReader`."""
     sock = _connect(address, timeout_s)
     try:
-        connection = _connection(sock, token, server=False)
+        connection = _connection(sock, None if sock.family == socket.AF_UNIX else rank_context(token, server=False))
     except OSError as error:
         raise BadInput(f"rank 0 at {address} ended the connection: {error}") from None
     connection.set_timeout(timeout_s)
@@ -125,13 +147,13 @@ def join_group(
     return connection, answer, reader
 
 
-def _connection(sock: socket.socket, token: str, *, server: bool) -> PeerConnection:
-    """A connection between two ranks: encrypted and authenticated by the join token, except on one machine."""
-    if sock.family == socket.AF_UNIX:
+def _connection(sock: socket.socket, context: ssl.SSLContext | None) -> PeerConnection:
+    """A connection between two ranks: encrypted and authenticated by the join token, except on one machine (None)."""
+    if context is None:
         return PeerConnection(sock)
     frames.detect_dead_peer(sock)
     hosts = str(sock.getsockname()[0]), str(sock.getpeername()[0])
-    return PeerConnection(tunnel(sock, rank_context(token, server=server)), hosts)
+    return PeerConnection(tunnel(sock, context), hosts)
 
 
 def _connect(address: str, timeout_s: float) -> socket.socket:

@@ -4,6 +4,7 @@ import os
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
@@ -120,6 +121,19 @@ def test_ranks_on_several_machines_are_encrypted(port: tuple[socket.socket, str]
     follower.close()
     with pytest.raises(PeerConnectionLost):
         leader.receive(to_leader)
+    leader.close()
+
+
+def test_connections_that_say_nothing_do_not_delay_a_group(port: tuple[socket.socket, str]) -> None:
+    """Each may take ten seconds; in turn, they would take longer than the group waits here."""
+    facts = msgspec.structs.replace(FACTS, layout=Layout(tp=2))
+    with ExitStack() as idle, ThreadPoolExecutor(1) as pool:
+        for _ in range(12):
+            idle.enter_context(socket.create_connection(port[0].getsockname()))
+        joining = pool.submit(join_group, port[1], 1, "token", facts)
+        (leader,) = Rendezvous(port[0], facts, "token", "tcp:127.0.0.1:1", None).wait(8.0)
+        follower, _, _ = joining.result()
+    follower.close()
     leader.close()
 
 
