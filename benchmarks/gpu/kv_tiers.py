@@ -3,7 +3,8 @@
 Llama-8B's shape with random weights. `copy`: whole blocks between scattered slots of pinned memory and scattered blocks
 of the device, against one large copy in the same run. `disk`: blocks from the disk tier to the device, with fetching
 forced, against the drive's direct-read rate. `served`: sessions of 32k tokens, more than the device pool holds, return
-to a worker, alone and beside 32 streams, and throughput with a host tier. `plain`: throughput without.
+to a worker, alone and beside 32 streams, and throughput with a host tier. `plain`: throughput without. `ranks`, only if
+asked for: the same sessions return to a worker of one rank and to one of two ranks that share the GPU, under MPS.
 """
 
 import argparse
@@ -22,6 +23,7 @@ import msgspec
 
 from benchmarks.gpu.engine import Reply, Worker, wait_until_prepared, worker
 from benchmarks.gpu.model_files import LLAMA_8B
+from benchmarks.gpu.rank_processes import ONE_GPU, multi_process_service
 from emberline.protocol import block_hash
 from emberline.protocol.block_hash import KVGroup
 from emberline.protocol.request import EngineRequest, SamplingParams
@@ -47,6 +49,7 @@ def main() -> int:
         "disk": lambda: from_disk(args),
         "served": lambda: served(args),
         "plain": lambda: plain(args),
+        "ranks": lambda: ranks(args),
     }
     for name in args.only:
         began_s = time.perf_counter()
@@ -145,6 +148,24 @@ def plain(args: argparse.Namespace) -> dict[str, Any]:
     with worker(_model(args.work), log, *RANDOM, *_pool(POOL_TOKENS)) as engine:
         warm_up(engine, log)
         return {"without_tier_tok_s": throughput(engine)}
+
+
+def ranks(args: argparse.Namespace) -> dict[str, Any]:
+    """TTFT of sessions that return to one rank and to two, and what these do to other streams."""
+    found: dict[str, Any] = {}
+    flags = (*RANDOM, *_pool(POOL_TOKENS), "--kv-host-bytes", str(HOST_BYTES), "--memory-share", "0.45")
+    with multi_process_service() as together:
+        found["mps"] = together
+        for name, layout in (("one", ()), ("two", ("--tp", "2"))):
+            log = args.work / f"ranks-{name}.log"
+            with worker(_model(args.work), log, *flags, *layout, env=ONE_GPU) as engine:
+                warm_up(engine, log)
+                tell(found, f"{name}: sessions", returning(engine))
+                tell(found, f"{name}: beside streams", beside_streams(engine))
+    one, two = (found[f"{name}: sessions"]["fetched_ttft_s"] for name in ("one", "two"))
+    if one and two:
+        found["fetched_ttft_ratio"] = round(two / one, 3)
+    return found
 
 
 def tell(found: dict[str, Any], name: str, value: Any) -> None:

@@ -57,6 +57,8 @@ def examine() -> Iterator[GpuFinding]:
         yield peers(one, other, gpus[one], access, _peer_rate(one, other))
     if n > 1:
         yield from nccl(n, gpus[0])
+    elif _shares_gpus():
+        yield from nccl(2, gpus[0], shared=True)
     else:
         yield GpuFinding("nccl", "ok", "one GPU: no pair to try")
 
@@ -136,8 +138,14 @@ def _fastest(run: Any, number: int) -> float:
 # --- NCCL ------------------------------------------------------------------------------------------------------------
 
 
-def nccl(n: int, gpu: Gpu) -> Iterator[GpuFinding]:
-    """Try an all-reduce between every two GPUs, in a process for each GPU."""
+def _shares_gpus() -> bool:
+    from emberline.engine.ranks.nccl import shares_gpus
+
+    return shares_gpus()
+
+
+def nccl(n: int, gpu: Gpu, *, shared: bool = False) -> Iterator[GpuFinding]:
+    """Try an all-reduce between every two of n ranks, in a process each. shared: they have one GPU, not one each."""
     with tempfile.TemporaryDirectory(prefix="emberline-nccl-") as folder:
         words = [sys.executable, "-m", __spec__.name, "--store", f"{folder}/store", "--gpus", str(n), "--number"]
         started = [subprocess.Popen([*words, str(k)], stdout=subprocess.PIPE, text=True) for k in range(n)]
@@ -148,10 +156,10 @@ def nccl(n: int, gpu: Gpu) -> Iterator[GpuFinding]:
             except subprocess.TimeoutExpired:
                 process.kill()
                 said += process.communicate()[0].splitlines()
-    yield from pairs(n, gpu, said)
+    yield from pairs(n, gpu, said, shared=shared)
 
 
-def pairs(n: int, gpu: Gpu, said: Sequence[str]) -> Iterator[GpuFinding]:
+def pairs(n: int, gpu: Gpu, said: Sequence[str], *, shared: bool = False) -> Iterator[GpuFinding]:
     """Judge every pair by what the processes of the GPUs have printed."""
     found = {(each["one"], each["other"]): each for each in map(json.loads, said)}
     for pair in combinations(range(n), 2):
@@ -163,6 +171,12 @@ def pairs(n: int, gpu: Gpu, said: Sequence[str]) -> Iterator[GpuFinding]:
             )
             continue
         share, detail = _of_expected(REDUCE_BYTES / each["seconds"], gpu.link_gb_s * 1e9)
+        if shared:
+            rate = REDUCE_BYTES / each["seconds"] / 1e9
+            yield GpuFinding(
+                name, "ok", f"all-reduce of two ranks on one GPU: {rate:,.1f} GB/s; there is no link to judge"
+            )
+            continue
         fix = "`nvidia-smi topo -m` shows how they are linked" if share < ENOUGH else ""
         yield GpuFinding(name, "warn" if fix else "ok", f"all-reduce {detail}", fix)
 
@@ -175,7 +189,7 @@ def _run_pairs(path: Path, n: int, number: int) -> None:
     from emberline.engine.ranks.nccl import NcclCollectives
 
     dist: Any = torch.distributed
-    store, device = dist.FileStore(str(path), n), f"cuda:{number}"
+    store, device = dist.FileStore(str(path), n), f"cuda:{number % torch.cuda.device_count()}"
     for one, other in combinations(range(n), 2):
         if number not in (one, other):
             continue
@@ -185,7 +199,7 @@ def _run_pairs(path: Path, n: int, number: int) -> None:
             x = torch.full((REDUCE_BYTES // 4,), 1.0, device=device)
             group.all_reduce(x)
             right = bool((x == 2.0).all())
-            seconds = _fastest(partial(group.all_reduce, x), number)
+            seconds = _fastest(partial(group.all_reduce, x), torch.cuda.current_device())
             said |= {"seconds": seconds} if right else {"problem": "a wrong sum"}
         except Exception as error:  # whatever NCCL raises is what is looked for
             said["problem"] = str(error).strip()[:300]

@@ -50,10 +50,10 @@ def _cuda(
 ) -> tuple[OpenGroup, OpenStages]:
     """On one machine small messages go through memory that all ranks map; in deterministic mode all do, since NCCL's
     order of sums depends on the size of a message. Stages send by NCCL, which needs no GPU that reaches the others."""
-    from emberline.engine.ranks.nccl import NcclCollectives, NcclStages
+    from emberline.engine.ranks.nccl import NcclCollectives, NcclStages, shares_gpus
     from emberline.engine.ranks.peer_memory import PeerMemory, PeerStages, has_own_device
 
-    own = has_own_device(store, rank, range(layout.n_ranks), device)
+    own = has_own_device(store, rank, range(layout.n_ranks), device) or shares_gpus()
     if not own and not one_machine:
         raise BadInput("ranks can share a GPU on one machine only, for tests", param="tp")
 

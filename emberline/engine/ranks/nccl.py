@@ -1,8 +1,11 @@
 """NCCL, where every rank has a GPU of its own: torch's process groups without their process-wide state.
 
+From version 2.30 on, NCCL also runs several ranks on one GPU if NCCL_MULTI_RANK_GPU_ENABLE=1 asks for it (tests).
+
 A group's calls are ordered by the current stream and are captured into CUDA graphs.
 """
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -15,7 +18,14 @@ from torch import Tensor
 from emberline.kernels.collectives import CollectiveError
 from emberline.kernels.gpu.launch import is_compiling
 
+SHARES_SINCE = (2, 30)  # the version from which several ranks can share a GPU
 _dist: Any = torch.distributed  # its process groups have no types
+
+
+def shares_gpus() -> bool:
+    """True if NCCL runs several ranks on one GPU: it was asked to, and its version can."""
+    nccl: Any = torch.cuda.nccl  # without types
+    return os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" and nccl.version()[:2] >= SHARES_SINCE
 
 
 class NcclCollectives:

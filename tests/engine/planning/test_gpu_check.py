@@ -33,3 +33,5 @@ def test_every_pair_of_nccl_is_judged_also_those_that_never_answered() -> None:
     assert [found[f"nccl {pair}"].status for pair in ("0-1", "0-2", "1-2")] == ["ok", "fail", "fail"]
     assert found["nccl 0-2"].detail == "a wrong sum"
     assert "no answer" in found["nccl 1-2"].detail
+    (shared,) = pairs(2, GPU, [json.dumps({**fast, "seconds": 1.0})], shared=True)
+    assert (shared.status, "no link to judge" in shared.detail) == ("ok", True)
