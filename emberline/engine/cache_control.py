@@ -2,24 +2,23 @@
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Protocol, runtime_checkable
 
 from emberline.kv.notice_queue import NoticeQueue
 from emberline.kv.tiers.block_tag import BlockTagger
-from emberline.kv.tiers.disk.direct_file import aligned_buffer
 from emberline.kv.tiers.disk.disk_folder import purge_unused
 from emberline.kv.tiers.export_file import read_export, write_export
 from emberline.kv.tiers.group_tiers import GroupTiers
-from emberline.kv.tiers.tier import BlockId, BlockMeta, Tier, layout_tag
+from emberline.kv.tiers.orders import GroupKey, WholeBlock
+from emberline.kv.tiers.tier import BlockId, BlockMeta, layout_tag
 from emberline.protocol import block_hash
-from emberline.protocol.block_hash import KVGroup
 from emberline.protocol.errors import EmberlineError, Internal, NotFound, Unavailable, Unsupported
 from emberline.protocol.frames import CacheCommand, CacheResult
 
-BATCH = 16  # blocks that are exported or imported at once
+BATCH_BYTES = 4 << 20  # exported or imported at once: they travel between the ranks of a group
 
 _log = logging.getLogger(__name__)
 
@@ -39,16 +38,11 @@ class StoredCache:
     def __init__(
         self,
         fingerprint: str,
-        groups: Sequence[KVGroup] = (),
         tiers: GroupTiers | None = None,
         key: bytes | None = None,
         disk_path: Path | None = None,
-        refusal: str | None = None,
     ) -> None:
-        """refusal: why this worker exports and imports nothing; None: it does."""
-        self._refusal = refusal
         self.fingerprint = fingerprint
-        self._layouts = {layout_tag(group): group.block_bytes for group in groups}
         self._tiers = tiers
         self._tagger = None if key is None else BlockTagger(key)
         self._disk_path = disk_path
@@ -64,8 +58,6 @@ class StoredCache:
                 "this worker keeps KV in its device pool alone: start the server with --kv-disk-bytes or "
                 "--kv-host-bytes"
             )
-        if self._refusal is not None:
-            raise Unsupported(self._refusal)
         assert owner is not None, "exports belong to an account"
         if command.action == "export":
             return self._export(self._tiers, self._tagger, owner, session, Path(command.path))
@@ -81,52 +73,53 @@ class StoredCache:
         self, tiers: GroupTiers, tagger: BlockTagger, owner: bytes, session: bytes | None, path: Path
     ) -> dict[str, int]:
         tiers.flush()
-        source: dict[BlockId, tuple[Tier, BlockMeta]] = {}
+        own = tiers.own.layouts  # rank 0 knows all blocks, and has its slices of them
+        stored, elsewhere = list(map(layout_tag, own)), [g for g, group in enumerate(own) if not group.block_bytes]
+        found: dict[GroupKey, BlockMeta] = {}
         for tier in tiers.all_tiers:
             if isinstance(tier, Exportable):
                 for block_id, meta in tier.chains(owner, session):
-                    source.setdefault(block_id, (tier, meta))
-        if not source:
+                    for group in (stored.index(block_id.tag), *elsewhere):
+                        found.setdefault((group, block_id.key), meta)
+        if not found:
             raise NotFound("no block of this session is stored")
+        tags = list(map(layout_tag, tiers.whole))
         ordered = sorted(
-            ((block_id, meta) for block_id, (_, meta) in source.items()), key=lambda block: block[1].position
+            ((BlockId(key, tags[group]), meta) for (group, key), meta in found.items()),
+            key=lambda block: block[1].position,
         )
-        buffers: dict[bytes, list[memoryview]] = {
-            tag: [aligned_buffer(n_bytes)[:n_bytes] for _ in range(BATCH)] for tag, n_bytes in self._layouts.items()
-        }
 
-        def read(ids: list[BlockId]) -> list[memoryview | None]:
-            found: list[memoryview | None] = []
-            for n, block_id in enumerate(ids):
-                buffer = buffers[block_id.tag][n]
-                good = source[block_id][0].read([block_id], [buffer])[0]
-                found.append(buffer if good else None)
-            return found
+        def read(ids: list[BlockId]) -> list[bytes | None]:
+            return tiers.read([(tags.index(block_id.tag), block_id.key) for block_id in ids])
 
-        n_blocks = write_export(path, tagger, self.fingerprint, owner, self._layouts, ordered, read, BATCH)
-        return {"exported": n_blocks}
+        layouts, batch = _layouts(tiers), _batch(tiers)
+        return {"exported": write_export(path, tagger, self.fingerprint, owner, layouts, ordered, read, batch)}
 
     def _import(self, tiers: GroupTiers, tagger: BlockTagger, owner: bytes, path: Path) -> dict[str, int]:
-        n_blocks = 0
-        targets = [tier for tier in tiers.all_tiers if not tier.remote]
-        batch: list[tuple[BlockId, BlockMeta, memoryview]] = []
-
-        def write() -> None:
-            ids, metas, buffers = zip(*batch)
-            for tier in targets:
-                tier.write(ids, buffers, metas)
-            batch.clear()
-
+        n_blocks, size = 0, _batch(tiers)
+        tags = list(map(layout_tag, tiers.whole))
+        batch: list[WholeBlock] = []
         try:
-            for block in read_export(path, tagger, self.fingerprint, owner, self._layouts):
-                batch.append(block)
+            for block_id, meta, data in read_export(path, tagger, self.fingerprint, owner, _layouts(tiers)):
+                batch.append(WholeBlock(tags.index(block_id.tag), block_id.key, meta, data))
                 n_blocks += 1
-                if len(batch) == BATCH:
-                    write()
+                if len(batch) == size:
+                    tiers.write(batch)
+                    batch = []
         finally:
             if batch:
-                write()
+                tiers.write(batch)
         return {"imported": n_blocks}
+
+
+def _layouts(tiers: GroupTiers) -> dict[bytes, int]:
+    """Layout tags of blocks that are not divided, and their bytes."""
+    return {layout_tag(group): group.block_bytes for group in tiers.whole}
+
+
+def _batch(tiers: GroupTiers) -> int:
+    """Number of blocks that are exported or imported at once."""
+    return max(1, BATCH_BYTES // max(group.block_bytes for group in tiers.whole))
 
 
 class CacheControl:

@@ -9,6 +9,8 @@ from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
 
+import msgspec
+
 from emberline.protocol.block_hash import KVGroup
 
 Slices = tuple[KVGroup, ...]  # of one rank: per KV group
@@ -91,6 +93,33 @@ def routes(senders: tuple[Slices, ...], receivers: tuple[Slices, ...]) -> tuple[
             if (n := _covered(received)) != group.block_bytes:
                 raise SliceMismatch(f"{n} of the {group.block_bytes} bytes of {group.tag} are sent")
     return tuple(found)
+
+
+def whole(ranks: Sequence[Slices]) -> Slices:
+    """Return the groups of blocks that are not divided, of which each rank has a slice."""
+    return tuple(map(_whole, zip(*ranks)))
+
+
+def _whole(slices: tuple[KVGroup, ...]) -> KVGroup:
+    some = next((each for each in slices if each.layers), slices[0])
+    first = min(each.first_head for each in slices)
+    return msgspec.structs.replace(
+        some,
+        layers=tuple(sorted({layer for each in slices for layer in each.layers})),
+        first_head=first,
+        kv_heads=max(each.first_head + each.kv_heads for each in slices) - first,
+        tokens=(min(each.tokens[0] for each in slices), max(each.tokens[1] for each in slices)),
+    )
+
+
+def copy(source: KVGroup, data: bytes | memoryview, target: KVGroup, into: bytearray | memoryview) -> None:
+    """Copy what both slices have of a block from one to the other."""
+    taken, given = memoryview(data), memoryview(into)
+    if source == target:
+        given[:] = taken
+        return
+    for run in runs(source, target):
+        given[run.target : run.target + run.n_bytes] = taken[run.source : run.source + run.n_bytes]
 
 
 def _covered(sent: Sequence[ByteRun]) -> int:

@@ -1,11 +1,15 @@
 """Purge, export and import of cached KV as a worker carries them out."""
 
 import select
+import threading
+import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from emberline.engine.cache_control import CacheControl, StoredCache
+from emberline.kv import slices
 from emberline.kv.host_memory import HostMemory
 from emberline.kv.retention import Retention
 from emberline.kv.tiers.disk.disk_folder import model_folder
@@ -13,15 +17,20 @@ from emberline.kv.tiers.disk.disk_tier import DiskTier
 from emberline.kv.tiers.group_tiers import GroupTiers
 from emberline.kv.tiers.host import HostTier
 from emberline.kv.tiers.manager import TierManager
+from emberline.kv.tiers.messages import SavedBlock
 from emberline.kv.tiers.mover import HostMover
-from emberline.kv.tiers.tier import BlockMeta
+from emberline.kv.tiers.orders import TierOrder, without_conversation
+from emberline.kv.tiers.tier import BlockId, BlockMeta, layout_tag
 from emberline.protocol import block_hash
+from emberline.protocol.block_hash import KVGroup
 from emberline.protocol.frames import CacheCommand, CacheResult
 from tests.kv.tiers.disk.disk_blocks import GROUP, KEY, block_id, content
 
 SALT, OTHER_SALT = b"salt", b"other"
 OWNER, OTHER = (block_hash.root("model", salt) for salt in (SALT, OTHER_SALT))
 SESSION = block_hash.session_digest("s")
+DRAFTER = KVGroup("draft", (9,), kv_heads=2, head_dim=8, dtype="float16")
+ELSEWHERE = msgspec.structs.replace(DRAFTER, layers=())  # of a stage without the drafter
 
 
 class Worker:
@@ -35,7 +44,7 @@ class Worker:
         self.tiers = GroupTiers(TierManager([GROUP], HostMover(memory), self.host, [self.disk], 1e9))
         self.tiers.start(Retention(), lambda order: self.tiers.own.execute([order]))
         self.device_purges: list[tuple[bytes | None, bytes]] = []
-        stored = StoredCache("model", [GROUP], self.tiers, KEY, disk_path)
+        stored = StoredCache("model", self.tiers, KEY, disk_path)
         self.control = CacheControl(stored, self.purge_device)
 
     def purge_device(self, owner: bytes | None, session: bytes) -> int:
@@ -119,6 +128,113 @@ def test_a_session_moves_to_another_worker(tmp_path: Path, host: bool) -> None:
     assert "another account" in refused.error.message
     for worker in (first, second):
         worker.tiers.close()
+
+
+HALVES = [
+    (msgspec.structs.replace(GROUP, layers=(0,)), ELSEWHERE),
+    (msgspec.structs.replace(GROUP, layers=(1,)), DRAFTER),
+]
+
+
+class Ranks(Worker):
+    """Two stages: each has a layer, and the second one the KV of a drafter, too."""
+
+    def __init__(self, disk_path: Path) -> None:
+        self.managers = [self.open_rank(disk_path / str(rank), rank) for rank in range(2)]
+        self.tiers = GroupTiers(self.managers[0])
+        self.tiers.start(Retention(), self.order)
+        self.control = CacheControl(StoredCache("model", self.tiers, KEY))
+
+    def open_rank(self, folder: Path, rank: int) -> TierManager:
+        sizes = [group.block_bytes for group in HALVES[rank]]
+        disk = DiskTier(folder, HALVES[rank], 1 << 20, KEY, fingerprint="model")
+        memory = HostMemory([memoryview(bytearray(64 * size)) for size in sizes], sizes)
+        for n in range(4):
+            for group, pool in enumerate(memory.pools):
+                size = sizes[group]
+                source = GROUP if group == 0 else DRAFTER
+                slices.copy(source, whole_block(group, n), HALVES[rank][group], pool[n * size : (n + 1) * size])
+        return TierManager(HALVES[rank], HostMover(memory), HostTier(1 << 20, sizes), [disk], 1e9, HALVES)
+
+    def order(self, order: TierOrder) -> None:
+        sent = msgspec.msgpack.decode(msgspec.msgpack.encode(order, enc_hook=without_conversation), type=TierOrder)
+        self.managers[0].execute([order])
+        self.managers[1].execute([sent])
+
+    def run(self, command: CacheCommand) -> CacheResult:
+        results: list[CacheResult] = []
+        self.control.submit(command, results.append)
+        until_s = time.monotonic() + 60
+        while not results:
+            assert time.monotonic() < until_s
+            self.tiers.report(1, self.managers[1].reports())
+            self.tiers.notices()
+            self.control.finish()
+            time.sleep(0.001)
+        return results[0]
+
+    def save(self, numbers: list[int]) -> None:
+        metas = [BlockMeta(OWNER, SESSION, n, block_id(n - 1).key if n else OWNER) for n in numbers]
+        tags = [layout_tag(group) for group in HALVES[0]]
+        blocks = [
+            SavedBlock(group, n, BlockId(block_id(n).key, tag), meta)
+            for n, meta in zip(numbers, metas)
+            for group, tag in enumerate(tags)
+        ]
+        self.tiers.save(1, blocks)
+
+    def stored(self, n: int) -> list[bytes | None]:
+        """A block of both groups as all ranks have it."""
+        done: list[list[bytes | None]] = []
+        thread = threading.Thread(target=lambda: done.append(self.tiers.read([(g, block_id(n).key) for g in (0, 1)])))
+        thread.start()
+        while thread.is_alive():
+            self.tiers.report(1, self.managers[1].reports())
+            self.tiers.notices()
+            time.sleep(0.001)
+        return done[0]
+
+    def close(self) -> None:
+        for manager in self.managers:
+            manager.close()
+
+
+def whole_block(group: int, n: int) -> bytes:
+    n_bytes = (GROUP, DRAFTER)[group].block_bytes
+    return bytes((31 * n + 7 * group + at) % 251 for at in range(n_bytes))
+
+
+def test_an_export_of_several_ranks_is_of_whole_blocks(tmp_path: Path) -> None:
+    """One file, which a worker of one rank imports, and whose own export two ranks import."""
+    ranks, one, others = Ranks(tmp_path / "a"), whole_tiers(tmp_path / "b"), Ranks(tmp_path / "c")
+    ranks.save([0, 1, 2, 3])
+    path, again = tmp_path / "export", tmp_path / "again"
+    assert ranks.run(CacheCommand(1, "export", SALT, SESSION, str(path))).blocks == {"exported": 8}
+    assert one.run(CacheCommand(1, "import", SALT, path=str(path))).blocks == {"imported": 8}
+    assert one.run(CacheCommand(2, "export", SALT, SESSION, str(again))).blocks == {"exported": 8}
+    assert others.run(CacheCommand(1, "import", SALT, path=str(again))).blocks == {"imported": 8}
+    assert others.stored(2) == [whole_block(0, 2), whole_block(1, 2)]
+    assert others.tiers.find(layout_tag(ELSEWHERE), [block_id(2).key]) == ["host"]  # where the block's other part is
+    for tier in ranks.managers[1].all_tiers:
+        tier.remove([BlockId(block_id(2).key, layout_tag(HALVES[1][0]))])
+    (tmp_path / "export").unlink()
+    assert ranks.run(CacheCommand(2, "export", SALT, SESSION, str(path))).blocks == {"exported": 7}
+    for worker in (ranks, others):
+        worker.close()
+    one.tiers.close()
+
+
+def whole_tiers(disk_path: Path) -> Worker:
+    """A worker of one rank with the same two groups."""
+    worker = Worker.__new__(Worker)
+    groups = (GROUP, DRAFTER)
+    sizes = [group.block_bytes for group in groups]
+    disk = DiskTier(disk_path, groups, 1 << 20, KEY, fingerprint="model")
+    memory = HostMemory([memoryview(bytearray(size)) for size in sizes], sizes)
+    worker.tiers = GroupTiers(TierManager(groups, HostMover(memory), HostTier(1 << 20, sizes), [disk], 1e9))
+    worker.tiers.start(Retention(), lambda order: worker.tiers.own.execute([order]))
+    worker.control = CacheControl(StoredCache("model", worker.tiers, KEY))
+    return worker
 
 
 def test_errors_are_answers(tmp_path: Path) -> None:

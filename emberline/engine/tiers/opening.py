@@ -1,11 +1,11 @@
 """The tiers that a worker is started with: its flags, and the threads and files behind them."""
 
 import argparse
+import logging
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from emberline.engine import composition
 from emberline.engine.cache_control import StoredCache
 from emberline.engine.memory import default_host_tier_bytes, free_host_bytes, n_gpus_of_machine
 from emberline.kv.tiers.disk.block_cipher import CipherUnavailable, derived_key
@@ -26,6 +26,8 @@ STAGE_BYTES = 256 << 20
 MIN_STAGED_BLOCKS = 16
 SPARED_BYTES = 4 << 30  # of host memory that a tier of the default size leaves free
 HOST_RATE, PINNED_RATE = 4e9, 25e9  # bytes per second of copies to the device pool, until they are measured
+
+_log = logging.getLogger(__name__)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -90,7 +92,7 @@ def open_tiers(
             param="kv_host_bytes",
         )
     host = HostTier(host_bytes or max(stage_bytes, least), sizes, keep=bool(host_bytes), allocate=allocate)
-    return TierManager(layouts, mover, host, tiers, PINNED_RATE if allocate is not None else HOST_RATE)
+    return TierManager(layouts, mover, host, tiers, PINNED_RATE if allocate is not None else HOST_RATE, ranks)
 
 
 class SpareMemory:
@@ -120,9 +122,16 @@ def _open_disk(
         n_spared = 0 if args.rank else min(n_blocks // 4, 1 + SAVING_BYTES // slot_bytes(layouts))
         capacity_bytes = (n_blocks - n_spared) * slot_bytes(layouts)
     try:
-        folder = model_folder(args.kv_disk_path, fingerprint)
+        base = folder = model_folder(args.kv_disk_path, fingerprint)
         if n_ranks > 1:  # which keep different slices, of which a folder has those of one
-            folder = folder.with_name(f"{folder.name}-rank{args.rank}of{n_ranks}")
+            folder = base.with_name(f"{base.name}-rank{args.rank}of{n_ranks}")
+        if not args.rank and (others := _of_other_groups(base, n_ranks)):
+            _log.warning(
+                "KV on disk of this model by another number of ranks is not found by these %d: export it there and "
+                "import it here, or delete it",
+                n_ranks,
+                extra={"folders": [str(other) for other in others]},
+            )
         key = tagging_key()
         cipher_key = derived_key(key) if args.kv_disk_encrypt else None
         return DiskTier(folder, layouts, capacity_bytes, key, cipher_key, fingerprint)
@@ -132,13 +141,20 @@ def _open_disk(
         raise BadInput(f"the KV cache on disk cannot be opened: {error}", param="kv_disk_path") from None
 
 
-def stored_cache(
-    args: argparse.Namespace, fingerprint: str, layouts: Sequence[KVGroup], tiers: GroupTiers | None
-) -> StoredCache:
+def _of_other_groups(base: Path, n_ranks: int) -> list[Path]:
+    """Folders of a model with the blocks of groups of another number of ranks."""
+    found = [base] if n_ranks > 1 and base.is_dir() else []
+    return found + [
+        path
+        for path in sorted(base.parent.glob(f"{base.name}-rank0of*"))
+        if path.name.rpartition("of")[2] != str(n_ranks)
+    ]
+
+
+def stored_cache(args: argparse.Namespace, fingerprint: str, tiers: GroupTiers | None) -> StoredCache:
     """The same tiers as operators purge, export and import them."""
     key = tagging_key() if tiers is not None and os.environ.get(KEY_VARIABLE) else None
-    refusal = composition.why_not("export", *composition.asked(args))
-    return StoredCache(fingerprint, layouts, tiers, key, args.kv_disk_path if args.kv_disk_bytes else None, refusal)
+    return StoredCache(fingerprint, tiers, key, args.kv_disk_path if args.kv_disk_bytes else None)
 
 
 def tagging_key() -> bytes:

@@ -393,7 +393,7 @@ def _build_loop(
         drafts = loaded.drafting.here
         return follower_loop(group, opened.runner, executors, opened.steps_in_flight, idle_task, drafts=drafts), None
     transfers = None if opened.transfers is None else GroupTransfers(opened.transfers, slices)
-    tiers = None if own_tiers is None else GroupTiers(own_tiers, layout.n_ranks)
+    tiers = None if own_tiers is None else GroupTiers(own_tiers)
     if group is not None and transfers is not None:
         lead_kv(group, transfers, tiers)
     cache, limits, grammars = opened.cache, opened.limits, MatcherCompiler(opened.limits.vocab_size)
@@ -408,7 +408,7 @@ def _build_loop(
         idle_task = None if idle_task is None else leading.idle_task(idle_task)
     publish = None if group is None else group.publish_plan
     loop = StepLoop(scheduler, runner, max(opened.steps_in_flight, layout.pp), idle_task, publish)
-    return loop, stored_cache(args, fingerprint, kv_groups, tiers)
+    return loop, stored_cache(args, fingerprint, tiers)
 
 
 def _in_turn(*tasks: Callable[[], bool]) -> Callable[[], bool]:

@@ -43,7 +43,7 @@ def write_export(
     owner: bytes,
     layouts: Mapping[bytes, int],
     blocks: Iterable[tuple[BlockId, BlockMeta]],
-    read: Callable[[list[BlockId]], list[memoryview | None]],
+    read: Callable[[list[BlockId]], list[bytes | None]],
     batch: int = 16,
 ) -> int:
     """Write a new file; the number of blocks. `read` returns the bytes of blocks; what is missing is left out."""
@@ -69,7 +69,7 @@ def write_export(
 
 def read_export(
     path: Path, tagger: BlockTagger, fingerprint: str, owner: bytes, layouts: Mapping[bytes, int]
-) -> Iterator[tuple[BlockId, BlockMeta, memoryview]]:
+) -> Iterator[tuple[BlockId, BlockMeta, bytes]]:
     """The blocks of a file, each verified. BadInput and Forbidden say why a file is refused; blocks before the place
     where it is damaged have been returned by then."""
     with path.open("rb") as file:
@@ -88,7 +88,7 @@ def read_export(
             n_bytes = head.layouts.get(tag[:8].hex())
             if n_bytes is None or at != number:
                 raise BadInput(f"block {number} of the export cannot be used: {_OTHERS}", param="file")
-            mac, data = _read(file, TAG_BYTES), memoryview(bytearray(_read(file, n_bytes)))
+            mac, data = _read(file, TAG_BYTES), _read(file, n_bytes)
             if not tagger.verify(MAGIC + owner + record, data, mac):
                 raise BadInput(f"block {number} of the export cannot be used: {_OTHERS}", param="file")
             meta = BlockMeta(owner, b"" if session == bytes(16) else session, position, parent)

@@ -23,19 +23,25 @@ from typing import TypeVar, cast
 from emberline.kv.groups import counted_group
 from emberline.kv.notice_queue import NoticeQueue
 from emberline.kv.retention import Conversation, Retention
+from emberline.kv.slices import Slices, copy, whole
+from emberline.kv.tiers.disk.direct_file import aligned_buffer
 from emberline.kv.tiers.fetch_policy import TierQueue
 from emberline.kv.tiers.host import HostTier, Slot
 from emberline.kv.tiers.messages import BlocksFetched, Item, LookedUp, Saved, SavedBlock, WantedBlock
 from emberline.kv.tiers.mover import BlockCopy, BlockMover, Ticket
 from emberline.kv.tiers.orders import (
+    BlocksWritten,
     CancelFetch,
     FetchCancelled,
     Flush,
     Flushed,
     Purge,
+    ReadBlocks,
     Save,
+    SlicesRead,
     TierOrder,
     TierReport,
+    WriteBlocks,
 )
 from emberline.kv.tiers.orders import Fetch as FetchOrder
 from emberline.kv.tiers.rates import ReadRate
@@ -69,9 +75,19 @@ class TierManager:
     """The tiers of one rank: does what it is ordered. `host` is the first tier, or only stages for the others."""
 
     def __init__(
-        self, layouts: Sequence[KVGroup], mover: BlockMover, host: HostTier, tiers: Sequence[Tier], host_rate: float
+        self,
+        layouts: Sequence[KVGroup],
+        mover: BlockMover,
+        host: HostTier,
+        tiers: Sequence[Tier],
+        host_rate: float,
+        ranks: Sequence[Sequence[KVGroup]] = (),
     ) -> None:
+        """ranks: slices that each rank of a group has of a block; empty if this engine has one rank."""
         self._host, self._mover = host, mover
+        self.layouts = tuple(layouts)
+        self.ranks: tuple[Slices, ...] = tuple(map(tuple, ranks)) or (self.layouts,)
+        self.whole = whole(self.ranks)  # layouts of blocks that are not divided
         self.sizes = [layout.block_bytes for layout in layouts]
         self._tags = [layout_tag(layout) for layout in layouts]
         self._tiers: dict[str, Tier] = {tier.name: tier for tier in tiers}
@@ -80,6 +96,8 @@ class TierManager:
         self.remote = any(tier.remote for tier in tiers)
         self.queue: NoticeQueue[TierReport] = NoticeQueue()
         told = layout_tag(counted_group(layouts))
+        # A stage has no bytes of a drafter that another stage has. It takes such blocks to be where its others are.
+        self._stands_for = {tag: told for tag, size in zip(self._tags, self.sizes) if not size}
         self.changes: list[TierChanges] = []
         for tier in self._all:
             tier.changes = TierChanges(tier.name, told, tier.held, self._tier_changed)
@@ -119,6 +137,10 @@ class TierManager:
                 threading.Thread(target=self._execute_flush, args=(order,), name="kv-flush", daemon=True).start()
             elif isinstance(order, Save):
                 self._saves.put(partial(self._save, order))
+            elif isinstance(order, ReadBlocks):
+                threading.Thread(target=self._read_blocks, args=(order,), name="kv-export", daemon=True).start()
+            elif isinstance(order, WriteBlocks):
+                threading.Thread(target=self._write_blocks, args=(order,), name="kv-import", daemon=True).start()
             else:
                 self._saves.put(partial(self._tell, order.keys, lambda tier, ids: tier.remove(ids)))
 
@@ -136,6 +158,7 @@ class TierManager:
         """Evict blocks of the host tier now, so that a save finds room there. Returns by tier the group and key of all
         that was evicted since the last call."""
         if self._host.keeps:
+            blocks = [block for block in blocks if self.sizes[block.group]]
             ids, promised = [block.id for block in blocks], Counter[int]()
 
             def lacking() -> Counter[int]:
@@ -180,6 +203,7 @@ class TierManager:
     def find(self, tag: bytes, keys: Sequence[bytes]) -> list[str | None]:
         if self._host.capacity_bytes < max(self.sizes):  # none could be allocated: nothing passes
             return [None] * len(keys)
+        tag = self._stands_for.get(tag, tag)
         ids = cast("list[BlockId]", list(zip(keys, repeat(tag))))  # which are equal, and sooner made
         first, *others = self._all
         found = [first.name if held else None for held in first.holds(ids)]
@@ -217,7 +241,11 @@ class TierManager:
                 _log.exception("a fetch could not be begun")  # it will miss its deadline
 
     def _divide(self, fetch: Fetch, blocks: Iterable[WantedBlock]) -> None:
-        for tier, run in groupby(map(self._own, blocks), key=lambda block: block.tier):
+        wanted = list(map(self._own, blocks))
+        if empty := [block.item for block in wanted if not self.sizes[block.group]]:
+            self.queue.put(BlocksFetched(fetch.number, empty))
+            wanted = [block for block in wanted if self.sizes[block.group]]
+        for tier, run in groupby(wanted, key=lambda block: block.tier):
             for batch in self._batches(run):
                 if fetch.cancelled:
                     return
@@ -300,6 +328,32 @@ class TierManager:
         except OSError as failed:
             error = failed.strerror or str(failed)
         self.queue.put(Flushed(order.number, purged, error))
+
+    def _read_blocks(self, order: ReadBlocks) -> None:
+        """Read blocks for an export, each from the first tier that has it."""
+        found: list[bytes | None] = [None if self.sizes[group] else b"" for group, _ in order.blocks]
+        for tier in self._all:
+            wanted = [n for n, data in enumerate(found) if data is None]
+            ids = [BlockId(order.blocks[n][1], self._tags[order.blocks[n][0]]) for n in wanted]
+            held = [(n, id_) for n, id_, has in zip(wanted, ids, tier.holds(ids)) if has]
+            sizes = [self.sizes[order.blocks[n][0]] for n, _ in held]
+            buffers = [aligned_buffer(size)[:size] for size in sizes]
+            for (n, _), buffer, good in zip(held, buffers, tier.read([id_ for _, id_ in held], buffers)):
+                found[n] = bytes(buffer) if good else None
+        self.queue.put(SlicesRead(order.number, found))
+
+    def _write_blocks(self, order: WriteBlocks) -> None:
+        """Write this rank's slices of imported blocks."""
+        slices, blocks = [], [block for block in order.blocks if self.sizes[block.group]]
+        for block in blocks:
+            buffer = bytearray(self.sizes[block.group])
+            copy(self.whole[block.group], block.data, self.layouts[block.group], buffer)
+            slices.append(memoryview(buffer))
+        ids, metas = [BlockId(block.key, self._tags[block.group]) for block in blocks], [block.meta for block in blocks]
+        for tier in self._all:
+            if not tier.remote:
+                tier.write(ids, slices, metas)
+        self.queue.put(BlocksWritten(order.number))
 
     @property
     def all_tiers(self) -> Sequence[Tier]:
@@ -444,7 +498,7 @@ class TierManager:
             for tier in self._all if order.evicted else ():
                 if isinstance(tier, Retained) and tier.evicted is None:  # this rank does not decide what is evicted
                     tier.evict([BlockId(key, self._tags[g]) for g, key in order.evicted.get(tier.name, ())])
-            copied = self._copy_out(list(map(self._own, order.blocks)))
+            copied = self._copy_out([self._own(block) for block in order.blocks if self.sizes[block.group]])
         except Exception:
             _log.exception("blocks could not be saved")
         for size, n in self._promised.pop(order.number, ()):
@@ -462,7 +516,7 @@ class TierManager:
         ids = [block.id for block in blocks]
         lacked = [not all(held) for held in zip(*(tier.holds(ids) for tier in self._all))]
         copied: list[tuple[SavedBlock, Slot]] = []
-        for group in range(len(self.sizes)):
+        for group in {block.group for block in blocks}:
             wanted = [block for block, lacks in zip(blocks, lacked) if lacks and block.group == group]
             n = max(1, BATCH_BYTES // self.sizes[group])
             for start in range(0, len(wanted), n):

@@ -5,12 +5,24 @@ the same number in the device pools of all ranks, and the same content key. Layo
 conversation is known to rank 0 alone: `without_conversation` leaves it out of what is sent.
 """
 
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import msgspec
 
 from emberline.kv.retention import Conversation
 from emberline.kv.tiers.messages import BlocksFetched, LookedUp, Saved, SavedBlock, WantedBlock
+from emberline.kv.tiers.tier import BlockMeta
+
+GroupKey = tuple[int, bytes]  # KV group and content key of a block
+
+
+class WholeBlock(NamedTuple):
+    """A block that is not divided: each rank takes its slice of it."""
+
+    group: int
+    key: bytes
+    meta: BlockMeta
+    data: bytes
 
 
 class _Order(msgspec.Struct, array_like=True):
@@ -60,7 +72,21 @@ class Purge(Flush, tag="purge"):
     session: bytes | None
 
 
-TierOrder = Save | Fetch | CancelFetch | Remove | Flush | Purge
+class ReadBlocks(_Order, tag="read"):
+    """Read blocks from the tiers that hold them. Answered by `SlicesRead`."""
+
+    number: int
+    blocks: list[GroupKey]
+
+
+class WriteBlocks(_Order, tag="write"):
+    """Write blocks to the tiers of this machine. Answered by `BlocksWritten`."""
+
+    number: int
+    blocks: list[WholeBlock]
+
+
+TierOrder = Save | Fetch | CancelFetch | Remove | Flush | Purge | ReadBlocks | WriteBlocks
 
 
 class FetchCancelled(msgspec.Struct, frozen=True, tag=True):
@@ -81,7 +107,18 @@ class Flushed(msgspec.Struct, frozen=True, tag=True):
         return Flushed(self.number, purged, self.error or other.error)
 
 
-TierReport = Saved | BlocksFetched | FetchCancelled | Flushed | LookedUp
+class SlicesRead(msgspec.Struct, frozen=True, tag=True):
+    """What a rank has of the blocks of a `ReadBlocks`, in their order. None: no tier has the block."""
+
+    number: int
+    slices: list[bytes | None]
+
+
+class BlocksWritten(msgspec.Struct, frozen=True, tag=True):
+    number: int
+
+
+TierReport = Saved | BlocksFetched | FetchCancelled | Flushed | LookedUp | SlicesRead | BlocksWritten
 
 
 def without_conversation(value: object) -> None:

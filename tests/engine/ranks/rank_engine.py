@@ -329,7 +329,7 @@ class RankEngine:
             follow_kv(member, transfers[member.rank], self.managers[member.rank]) for member in self.members
         ]
         self.followers = [OrderReports(*pair) for pair in zip(self.members, self.executors)]
-        self.tiers = GroupTiers(self.managers[0], n_ranks) if has_tiers else None
+        self.tiers = GroupTiers(self.managers[0]) if has_tiers else None
         if n_ranks > 1:
             lead_kv(self.leader, self.transfers, self.tiers)
         self.book = OrderBook(self.tiers, self) if has_tiers else None
@@ -356,7 +356,7 @@ class RankEngine:
             return open_tiers(args, "fake", slices[rank], mover, ranks=slices[: len(slices) * (len(slices) > 1)])
         host = HostTier(host_blocks * sum(map(padded, sizes)), sizes, segment_bytes=padded(max(sizes)))
         mover = GatedMover(self.memories[rank])
-        return TierManager(self.slices[rank], mover, host, [], 1e9)
+        return TierManager(self.slices[rank], mover, host, [], 1e9, self.slices)
 
     def is_held(self, place):
         """True if something references the block, so that it is not taken for anything else."""

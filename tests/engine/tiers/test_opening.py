@@ -48,7 +48,7 @@ def test_blocks_on_disk_are_encrypted_if_asked_for(tmp_path: Path, encrypts: boo
     group = GroupTiers(tiers)
     group.start(Retention(), lambda order: tiers.execute([order]))
     with ThreadPoolExecutor(1) as pool:
-        purged = pool.submit(stored_cache(args, "model", [GROUP], group).run, CacheCommand(1, "purge"))
+        purged = pool.submit(stored_cache(args, "model", group).run, CacheCommand(1, "purge"))
         while not purged.done():  # as a step loop does
             group.notices()
             time.sleep(0.001)
@@ -93,3 +93,16 @@ def test_a_disk_that_was_asked_for_has_its_staging_area_however_little_memory_is
         assert tiers is not None
         assert tiers._host.take(GROUP.block_bytes, 1, wait_s=30.0)
         tiers.close()
+
+
+def test_blocks_on_disk_of_another_number_of_ranks_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(KEY_VARIABLE, "ab" * 32)
+    args = parse("--kv-disk-bytes", "1000000", "--kv-disk-path", str(tmp_path))
+    for ranks, n_warnings in (((), 0), ((), 0), (([GROUP],) * 2, 1), ((), 1)):
+        caplog.clear()
+        tiers = open_tiers(args, "model", [GROUP], MOVER, ranks=ranks)
+        assert tiers is not None
+        tiers.close()
+        assert len([each for each in caplog.records if "another number of ranks" in each.message]) == n_warnings

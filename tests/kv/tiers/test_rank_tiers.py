@@ -38,8 +38,8 @@ class Group:
             memory = HostMemory([memoryview(bytearray(N_BLOCKS * size))], [size])
             tier = DiskTier(folder / str(rank), slices, 1 << 20, KEY) if pool is None else pool_tier(pool)
             self.memories.append(memory)
-            self.managers.append(TierManager(slices, HostMover(memory), HostTier(1 << 20, [size]), [tier], 1e9))
-        self.leader = GroupTiers(self.managers[0], n_ranks=2)
+            self.managers.append(TierManager(slices, HostMover(memory), HostTier(1 << 20, [size]), [tier], 1e9, SLICES))
+        self.leader = GroupTiers(self.managers[0])
         self.follower = self.managers[1]
         self.hears = True
         self.orders = []
