@@ -99,14 +99,19 @@ class ClusterProcesses:
         return cores
 
     def start_worker(
-        self, name: str, *cores: CoreProcess, flags: tuple[str, ...] = (), tls: bool = True
+        self,
+        name: str,
+        *cores: CoreProcess,
+        flags: tuple[str, ...] = (),
+        tls: bool = True,
+        program: tuple[str, ...] = ("standins.standin_engine",),
     ) -> "subprocess.Popen[str]":
         key = self.key_of(name)
         credential = self._authority.worker_credential(name, key)
         if not tls:
             credential = type(credential)(name=name, cluster=credential.cluster, key=key)
         joins = [word for core in cores for word in ("--join", core.url)]
-        command = ("standins.standin_engine", "--socket", "tcp:127.0.0.1:0", "--name", self.model)
+        command = (*program, "--socket", "tcp:127.0.0.1:0", "--name", self.model)
         env = {"EMBERLINE_WORKER_CREDENTIAL": credential.encode()}
         return self._start(f"{name}-{len(self._processes)}", (*command, *joins, *flags), env)
 

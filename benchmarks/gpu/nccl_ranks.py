@@ -1,8 +1,8 @@
 """NCCL between ranks as processes: `python -m benchmarks.gpu.nccl_ranks [--sizes 2 4] [--out FILE]`.
 
 Sums, gathers, all-to-alls and what stages send are compared with the host's, as plain calls and in CUDA graphs, and
-timed. Ranks share a GPU where there are fewer GPUs than ranks. For that NCCL needs `NCCL_MULTI_RANK_GPU_ENABLE=1`, which
-it knows from version 2.30 on (`LD_PRELOAD=libnccl.so.2` takes another one than torch's).
+timed. Ranks share a GPU where there are fewer GPUs than ranks. NCCL does that from version 2.30 on, if
+`NCCL_MULTI_RANK_GPU_ENABLE=1`; `LD_PRELOAD=libnccl.so.2` takes another one than torch's.
 """
 
 import argparse

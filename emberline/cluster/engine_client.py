@@ -293,9 +293,8 @@ class EngineClient:
             )
         if role != "both" and not self.info.transfers:
             raise Conflict(
-                f"{self.name} cannot have the role {role}: it does not receive KV (workers with several ranks, and "
-                "those of models that generate no text, do not; on a GPU, one that was started with role both and "
-                "without --join does not)"
+                f"{self.name} cannot have the role {role}: it does not receive KV (workers of models that "
+                "generate no text do not; on a GPU, one that was started with role both and without --join does not)"
             )
 
     def set_role(self, role: WorkerRole) -> None:

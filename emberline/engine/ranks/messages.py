@@ -101,6 +101,7 @@ class Agreed(msgspec.Struct, tag="agreed"):
     n_blocks: list[int]
     slices: tuple[tuple[KVGroup, ...], ...] = ()  # of every rank
     token: str = ""  # the worker's join token, of which tickets for senders of KV are made
+    pem: str = ""  # its certificates in a cluster, with which each rank sends and receives KV; empty: no TLS
 
 
 ToFollower = Welcome | Refused | Agreed

@@ -91,8 +91,9 @@ class Leader:
         """Of the followers that this process has started, by rank."""
         return {} if self._processes is None else self._processes.pids()
 
-    def agree(self, kv_groups: Sequence[KVGroup], n_blocks: list[int], token: str = "") -> list[int]:
-        """The blocks of each KV group for which every rank has memory. Waits until all have loaded."""
+    def agree(self, kv_groups: Sequence[KVGroup], n_blocks: list[int], token: str = "", pem: str = "") -> list[int]:
+        """The blocks of each KV group for which every rank has memory. Waits until all have loaded. token, pem: of this
+        worker in a cluster, for the other ranks to receive and send KV."""
         least, kv = list(n_blocks), _names(kv_groups)
         endpoints = [RankEndpoint("", tuple(kv_groups))]
         for rank, connection in enumerate(self._connections, 1):
@@ -106,7 +107,7 @@ class Leader:
         self.slices = tuple(endpoint.kv_groups for endpoint in endpoints)
         self.endpoints = tuple(endpoints) if all(endpoint.address for endpoint in endpoints[1:]) else ()
         for connection in self._connections:
-            connection.send(Agreed(least, self.slices, token))
+            connection.send(Agreed(least, self.slices, token, pem))
         return least
 
     def start(self) -> None:
@@ -237,7 +238,7 @@ class Member:
         self._connection, self._plans = connection, plans
         self._sending = threading.Lock()  # threads of transfers and tiers report, too
         self.slices: tuple[tuple[KVGroup, ...], ...] = ()  # of every rank, once they have agreed
-        self.token = ""  # the worker's join token
+        self.token = self.pem = ""  # the worker's join token, and its certificates
 
     @property
     def position(self) -> Position:
@@ -249,7 +250,7 @@ class Member:
         answer = self._connection.receive(messages.to_follower)
         if not isinstance(answer, Agreed):
             raise BadInput("rank 0 did not say how many KV blocks there are")
-        self.slices, self.token = answer.slices, answer.token
+        self.slices, self.token, self.pem = answer.slices, answer.token, answer.pem
         return answer.n_blocks
 
     def start(self) -> PlanReader:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from emberline.engine import composition
-from emberline.engine.addresses import TOKEN_VARIABLE, listening
+from emberline.engine.addresses import listening
 from emberline.engine.cache_control import StoredCache
 from emberline.engine.core.feature import Feature, Speculation
 from emberline.engine.core.limits import Limits
@@ -59,6 +59,7 @@ from emberline.kv.transfer.host_transfers import host_transfers
 from emberline.kv.transfer.manager import TransferManager
 from emberline.kv.transfer.notices import TransferPort
 from emberline.protocol.block_hash import KVGroup
+from emberline.protocol.credential import client_context, server_context
 from emberline.protocol.errors import BadInput
 from emberline.protocol.frames import EngineInfo
 from emberline.protocol.parallel_layout import Layout
@@ -250,8 +251,6 @@ def _build_decoder(
     timeline.end("release")
     cache, limits, transfers = opened.cache, opened.limits, opened.transfers
     receives_by = process.receive_transports(transfers, args)
-    if group is not None and args.join:
-        receives_by = ()  # followers have no certificate: others cannot send to them
     info = EngineInfo(
         model=args.name or args.model.stem,
         fingerprint=fingerprint,
@@ -271,7 +270,7 @@ def _build_decoder(
     )
     if not isinstance(loop, StepLoop):  # a follower says that it is ready when it runs
         if listener is not None and transfers is not None:
-            closing.callback(serve_senders(listener, info, getattr(group, "token", ""), transfers.accept))
+            _receive_kv(listener, info, group, transfers, closing)
         return loop
     if group is not None:
         group.start()
@@ -317,8 +316,7 @@ def _size_cache(
     """Divide memory among the KV groups, and agree with the other ranks. address: where a follower receives KV."""
     n_blocks = list(split_bytes(loaded.kv_groups, kv_bytes, args.token_budget, args.max_running))
     if group is not None:
-        said = os.environ.get(TOKEN_VARIABLE, "") if group.rank == 0 else address
-        n_blocks = group.agree(loaded.kv_groups, n_blocks, said)
+        n_blocks = group.agree(loaded.kv_groups, n_blocks, *((args.token, args.pem) if group.rank == 0 else (address,)))
     cache = KVCache(loaded.kv_groups, n_blocks, chunk=args.token_budget)
     return n_blocks, cache, _limits(loaded.model.config, cache, args)
 
@@ -352,13 +350,13 @@ def _open_gpu(loaded: _Loaded, args: argparse.Namespace, size: Sizing, compiler:
     from emberline.engine.runners.gpu.tiers import CudaMover, PinnedAllocator
     from emberline.engine.runners.gpu.transfer import device_transfers, exported_pools
 
-    model, fingerprint, device, layout, (head, *_), speculation, images = loaded
+    model, fingerprint, device, _, (head, *_), speculation, images = loaded
     limits, speculates = _limits(model.config, None, args), speculation is not None
     rows = None if images is None else images.rows
     engine = GpuEngine.open(model, limits, device, args.kv_bytes, args.memory_share, speculates, head, rows)
     n_blocks, cache, limits = size(engine.memory.kv)
     sizes = pool_blocks(n_blocks, limits.max_running, head)
-    exports = args.role != "both" or (layout.n_ranks == 1 and args.join)  # in a cluster, its role may change
+    exports = args.role != "both" or args.join  # in a cluster, its role may change
     pools, spans = exported_pools(loaded.kv_groups, sizes, device) if exports else (None, [])
     runner = engine.runner(n_blocks, limits, pools=pools)
     timed = None if speculation is None else speculation.calibrate
@@ -472,6 +470,16 @@ def _listen(args: argparse.Namespace, closing: ExitStack) -> tuple[socket.socket
         return closing.enter_context(listening(address))
     except OSError as error:
         raise BadInput(f"this rank cannot receive KV at {address}: {error}") from None
+
+
+def _receive_kv(
+    listener: socket.socket, info: EngineInfo, group: Any, transfers: TransferManager, closing: ExitStack
+) -> None:
+    """Let other engines send KV to a follower, which sends its own as the same worker: rank 0 has told it how."""
+    secure = None
+    if group.pem:
+        secure, transfers.tls = server_context(group.pem), client_context(group.pem)
+    closing.callback(serve_senders(listener, info, group.token, transfers.accept, tls=secure))
 
 
 def _build_encoder(args: argparse.Namespace, task: TaskConfig) -> Engine:

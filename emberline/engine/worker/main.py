@@ -3,13 +3,14 @@
 import argparse
 import gc
 import logging
+import os
 import signal
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
 from emberline import log
-from emberline.engine.addresses import listening, positive
+from emberline.engine.addresses import TOKEN_VARIABLE, listening, positive
 from emberline.engine.ranks.flags import add_arguments as add_parallel_arguments
 from emberline.engine.ranks.flags import command_of
 from emberline.engine.runners.gpu.weight_storage import STORAGES
@@ -41,6 +42,7 @@ def main(argv: list[str] | None = None) -> int:
                 return 0
             joining, alive_file = open_joining(args), open_alive_file(args.alive_file)
             token = process.join_token(args.socket) if joining is None else joining.token
+            args.token, args.pem = token, "" if joining is None else joining.credential.pem
             loop, info, facts, transfers, stored = build(args, timeline, group)
             gc.freeze()  # permanent objects: collections between steps need not scan them
             secure = None if joining is None else joining.secure(transfers)
@@ -123,4 +125,5 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--verify-weights", action="store_true", help="check a compressed checkpoint's SHA-256 first")
     args = parser.parse_args(argv)
     args.command = command_of(argv)  # which rank 0 starts its followers with
+    args.token, args.pem = os.environ.get(TOKEN_VARIABLE, ""), ""  # for senders of KV; another in a cluster
     return args

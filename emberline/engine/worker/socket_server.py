@@ -571,16 +571,16 @@ def serve_senders(
     token: str,
     accept: Callable[[socket.socket, str], None],
     limits: ServerLimits | None = None,
+    tls: ssl.SSLContext | None = None,
 ) -> Callable[[], None]:
     """Accept engines that send KV to a follower, in a thread. Returns a function that ends it.
 
-    Without a token nobody is served over a network: a worker that joins a cluster has no token for its ranks. A Unix
-    socket is protected by its file mode.
+    Without a token nobody is served over a network. A Unix socket is protected by its file mode.
     """
     if not token and listener.family != socket.AF_UNIX:
         listener.close()
         return listener.close
-    server = Server(listener, None, info, token, limits=limits, accept_sender=accept)
+    server = Server(listener, None, info, token, tls, limits=limits, accept_sender=accept)
     stopped, stop = socket.socketpair()
     server.watch(stopped, lambda: server.drain(0.0))
     threading.Thread(target=server.run, name="kv-senders", daemon=True).start()

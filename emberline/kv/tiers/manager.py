@@ -24,7 +24,6 @@ from emberline.kv.groups import counted_group
 from emberline.kv.notice_queue import NoticeQueue
 from emberline.kv.retention import Conversation, Retention
 from emberline.kv.slices import Slices, copy, whole
-from emberline.kv.tiers.disk.direct_file import aligned_buffer
 from emberline.kv.tiers.fetch_policy import TierQueue
 from emberline.kv.tiers.host import HostTier, Slot
 from emberline.kv.tiers.messages import BlocksFetched, Item, LookedUp, Saved, SavedBlock, WantedBlock
@@ -337,7 +336,7 @@ class TierManager:
             ids = [BlockId(order.blocks[n][1], self._tags[order.blocks[n][0]]) for n in wanted]
             held = [(n, id_) for n, id_, has in zip(wanted, ids, tier.holds(ids)) if has]
             sizes = [self.sizes[order.blocks[n][0]] for n, _ in held]
-            buffers = [aligned_buffer(size)[:size] for size in sizes]
+            buffers = [memoryview(bytearray(size)) for size in sizes]
             for (n, _), buffer, good in zip(held, buffers, tier.read([id_ for _, id_ in held], buffers)):
                 found[n] = bytes(buffer) if good else None
         self.queue.put(SlicesRead(order.number, found))

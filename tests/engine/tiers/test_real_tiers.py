@@ -137,7 +137,7 @@ def test_the_disk_tier_is_warm_after_a_restart(opened, tmp_path):
 
 def test_an_export_has_the_saves_that_wait_for_a_plan(opened, tmp_path):
     engine = opened((FULL,), "--kv-host-bytes", str(8 << 20), steps_in_flight=2)
-    loop, stored = engine.loop, StoredCache("fake", (FULL,), engine.tiers, bytes(32))
+    loop, stored = engine.loop, StoredCache("fake", engine.tiers, bytes(32))
     loop.submit(request("a", prompts()[0], max_tokens=5), 0.0)
     while not loop.scheduler.orders:
         loop.step(0.0)
