@@ -108,7 +108,7 @@ class Flushed(msgspec.Struct, frozen=True, tag=True):
 
 
 class SlicesRead(msgspec.Struct, frozen=True, tag=True):
-    """What a rank has of the blocks of a `ReadBlocks`, in their order. None: no tier has the block."""
+    """A rank's slices of the blocks of a `ReadBlocks`, in their order. None: no tier has the block."""
 
     number: int
     slices: list[bytes | None]
