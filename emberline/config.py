@@ -210,6 +210,7 @@ class PredictorsConfig(Section, frozen=True):
     fetch_hosts: tuple[str, ...] = ()  # from which `setup` may fetch when it is pushed, e.g. huggingface.co
     allowed_networks: tuple[str, ...] = ()  # private ranges that those hosts may be in, e.g. 10.0.0.0/8
     max_fetched_bytes: Annotated[int, Meta(ge=1 << 20)] = 64 << 30  # by one push
+    image_registries: tuple[str, ...] = ()  # from which images may be pulled, e.g. ghcr.io/me; else none is pulled
 
 
 class TracingConfig(Section, frozen=True):

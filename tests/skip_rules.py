@@ -19,7 +19,7 @@ ACCEPTED = [
     r"(needs )?Prometheus.*|.*(promtool|prometheus).*",
     r"(npm|node|go|bun|deno|curl) is not installed|.*npm.*",
     r"processors of another family|O_DIRECT is not supported here|futexes are Linux's",
-    r"needs bubblewrap: .*|needs Landlock and seccomp",
+    r"needs bubblewrap: .*|needs Landlock and seccomp|needs a container engine: .*",
     r"may not mount a file system|only root can give a file away",
     r"kustomize is not installed.*|pip install kubernetes-validate.*",
     r"this Python has no OpenSSL 3 that can be called|openssl makes the certificate",

@@ -16,10 +16,11 @@ def publish(store: ModelStore, manifest: Manifest, path: Path) -> ModelEntry:
 
 
 def _card(manifest: Manifest) -> ModelCard:
+    source = "image" if manifest.image else "project"
     owner, _, name = manifest.model.removeprefix("@").partition("/")
     return ModelCard(
         id=manifest.model,
-        description=f"A predictor of version {manifest.version}, pushed from a Cog project.",
+        description=f"A predictor of version {manifest.version}, pushed from a Cog {source}.",
         author=owner,
         context_window=0,
         source=CogSource(

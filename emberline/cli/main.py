@@ -16,7 +16,7 @@ GROUPS = {
         "run": "chat with a model in the terminal, or answer one prompt from the arguments or stdin",
         "launch": "start a coding agent with a model of this machine: opencode, codex, claude, aider, goose",
         "pull": "download a model: a name such as qwen3:8b, a path, or hf:org/repo",
-        "push": "serve a model of your own: a folder with cog.yaml and a predictor",
+        "push": "serve a model of your own: a folder with cog.yaml and a predictor, or its image",
         "ls": "list the models on this machine; --all: also those that can be pulled, and what fits",
         "show": "show what is known of a model: licence, context, capabilities, size, source",
         "rm": "remove models from this machine",

@@ -2,6 +2,7 @@
 
 emberline push DIR
 emberline push DIR --name ocr --memory 4GiB --cpus 2
+emberline push --image ocr:latest
 """
 
 import argparse
@@ -31,8 +32,14 @@ _DEFAULTS = Resources()
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("folder", type=Path, metavar="DIR", help="a folder with cog.yaml and a predictor")
-    add("--name", default="", help="the model's name: @me/NAME (default: of cog.yaml's image, or of the folder)")
+    add("folder", type=Path, metavar="DIR", nargs="?", help="a folder with cog.yaml and a predictor")
+    add(
+        "--image",
+        default="",
+        metavar="REF",
+        help="instead of a folder: an image of `cog build`, run by Docker or Podman",
+    )
+    add("--name", default="", help="the model's name: @me/NAME (default: of the image, or of the folder)")
     add("--memory", default="2GiB", metavar="SIZE", help="memory of the predictor (default 2GiB)")
     add("--scratch", default="1GiB", metavar="SIZE", help="files that it may write while it runs (default 1GiB)")
     add("--cpus", type=float, default=_DEFAULTS.cpus, metavar="N", help="CPU cores (default 1)")
@@ -59,8 +66,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     config = common.config_of(args)
     home = config.home
-    if not args.folder.is_dir():
-        raise BadInput(f"there is no folder {args.folder}")
+    if args.image and (args.folder is not None or args.remote or args.fetch_from):
+        raise BadInput("--image needs neither DIR nor --fetch-from, and works on the server's machine alone")
+    if not args.image and (args.folder is None or not args.folder.is_dir()):
+        raise BadInput(f"there is no folder {args.folder}" if args.folder else "give the DIR of a project, or --image")
     resources = check_resources(
         Resources(
             memory_bytes=parse_size(args.memory),
@@ -72,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
     )
     if args.remote:
         return _push_remotely(args, config, resources)
-    for missing in find_protections().missing:
+    for missing in () if args.image else find_protections().missing:
         common.print_note(f"this machine lacks {missing}")
     settings = PushSettings(
         name=args.name,
@@ -83,10 +92,14 @@ def run(args: argparse.Namespace) -> int:
             allowed_networks=config.predictors.allowed_networks,
             max_bytes=config.predictors.max_fetched_bytes,
         ),
+        image_registries=config.predictors.image_registries,
         granted=granted_secrets(),
     )
     versions, store = PredictorVersions(home), ModelStore(home)
-    manifest = versions.push(args.folder, settings, common.print_note)
+    if args.image:
+        manifest = versions.push_image(args.image, settings, common.print_note)
+    else:
+        manifest = versions.push(args.folder, settings, common.print_note)
     entry = publish(store, manifest, versions.path(manifest))
     wait_until_offered(store.root)
     if args.json:

@@ -3,6 +3,7 @@
 import contextlib
 import http.client
 import os
+import shutil
 import socket
 import tempfile
 import threading
@@ -25,6 +26,8 @@ from emberline.protocol.errors import (
     Unavailable,
 )
 from emberline.protocol.prediction import MAX_LOG_CHARS, MAX_OUTPUT_BYTES, Manifest, Prediction
+from emberline.supervisor.sandbox import containers
+from emberline.supervisor.sandbox.containers import RunningContainer
 from emberline.supervisor.sandbox.program import SCRATCH, Program, RunningProgram, Sandbox
 
 PORT, PROXY_PORT = 5000, 3128  # inside the sandbox's own network
@@ -37,6 +40,9 @@ STORE = "/store"
 RELAY = "/relay.py"
 PROXY = "/proxy"
 _RELAY = Path(__file__).with_name("relay.py")
+
+# Variables that an image sets itself.
+_OF_FOLDERS = ("PATH", "COG_PREDICT_TYPE_STUB", "XDG_CACHE_HOME", "HF_HOME", "TORCH_HOME")
 
 _PREFIX = "Prediction failed: "  # that Cog's server puts before the predictor's own message
 _CRASHED = "Worker crashed"  # its message when the process is gone
@@ -104,6 +110,8 @@ class CogServer:
         self._manifest = manifest
         self._secrets = tuple(secrets.values())
         self._runtime = tempfile.mkdtemp(prefix="emberline-predictor-")
+        # Paths of this machine, which callers do not learn, and what the predictor calls them.
+        self._places = ((str(folder / "src"), SOURCE), (str(folder), ""), (self._runtime, ""))
         self._address = f"{self._runtime}/socket"
         self.log = OutputLog(log, self._secrets)
         self._local = threading.local()
@@ -111,10 +119,16 @@ class CogServer:
         try:
             listener.bind(self._address)
             listener.listen(128)
+            self._program: RunningProgram | RunningContainer
+            if manifest.image:
+                engine, program = containers.find_engine(manifest.engine), container_program(manifest, secrets)
+                files = _RELAY, Path(self._runtime), listener.fileno()
+                self._program = RunningContainer(engine, manifest.image, program, *files, self.log.descriptor)
+                return
             has_network = bool(sandbox.protections.bubblewrap)  # of its own: else ports are those of the machine
             ports = (PORT, PROXY_PORT) if has_network else (_free_port(), _free_port())
             program = server_program(manifest, folder, secrets, listener.fileno(), ports, proxy)
-            self._program: RunningProgram = sandbox.start(program, self.log.descriptor, (listener.fileno(),))
+            self._program = sandbox.start(program, self.log.descriptor, (listener.fileno(),))
         finally:
             listener.close()
             self.log.close_writer()
@@ -224,10 +238,9 @@ class CogServer:
     def kill(self) -> None:
         """End the server and everything that it has started. Idempotent."""
         self._program.kill()
-        self.log.wait(1.0)
+        self.log.close(1.0)
         with contextlib.suppress(OSError):
-            os.unlink(self._address)
-            os.rmdir(self._runtime)
+            shutil.rmtree(self._runtime)
 
     def stop(self) -> None:
         """Ask the server to end, then kill it."""
@@ -249,6 +262,7 @@ class CogServer:
 
     def _finished(self, reply: _Reply) -> Prediction:
         logs = self._hidden(reply.logs or "")[-MAX_LOG_CHARS:]
+        self.log.add(logs)
         if reply.status == "succeeded":
             return Prediction(output=reply.output, logs=logs, metrics=reply.metrics or {})
         if reply.status == "canceled":
@@ -277,11 +291,13 @@ class CogServer:
         return PredictionFailed(f"the predictor's server answered {status}: {message}")
 
     def _problem(self, message: str = "") -> str:
-        return self._program.problem or message or self._hidden(self.log.last_line)
+        return self._hidden(self._program.problem or message or self.log.last_line)
 
     def _hidden(self, text: str) -> str:
         for secret in self._secrets:
             text = text.replace(secret, "**********") if secret else text
+        for path, place in self._places:
+            text = text.replace(path, place)
         return text
 
     # --- connections -------------------------------------------------------------------------------------------------
@@ -369,10 +385,31 @@ def server_program(
         cpus=resources.cpus,
         n_processes=resources.n_processes,
         ports=ports if proxy else (port,),
-        gpus=tuple(each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each)
-        if manifest.gpu
-        else (),
+        gpus=_gpus(manifest),
     )
+
+
+def container_program(manifest: Manifest, secrets: dict[str, str]) -> Program:
+    """The server of an image as a program for a container. The image has its files and its environment."""
+    resources = manifest.resources
+    own = {name: value for name, value in environment(manifest, PORT, 0).items() if name not in _OF_FOLDERS}
+    return Program(
+        command=("python", "-I", "-S", containers.RELAY, containers.CONTROL, str(PORT), "0", PROXY, *manifest.command),
+        environment={**own, **secrets},
+        folder=SOURCE,
+        readable=(),
+        memory_bytes=resources.memory_bytes,
+        scratch_bytes=resources.scratch_bytes,
+        cpus=resources.cpus,
+        n_processes=resources.n_processes,
+        gpus=_gpus(manifest),
+    )
+
+
+def _gpus(manifest: Manifest) -> tuple[str, ...]:
+    """Numbers of the devices that the predictor may use."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "") if manifest.gpu else ""
+    return tuple(each for each in visible.split(",") if each)
 
 
 def _free_port() -> int:

@@ -21,6 +21,7 @@ from emberline.protocol.errors import BadInput, Unavailable, Unsupported
 
 COG = "cog==0.23.1"  # Cog's server, the only version that is tested here
 RESOLVE_S, INSTALL_S = 600.0, 1800.0
+STAGING = ".building-"  # of an environment whose requirements are resolved; its name goes on
 _PROBE = "import json, sys; print(json.dumps([sys.version_info[:2], sys.base_prefix, sys.executable]))"
 
 
@@ -69,7 +70,7 @@ def build(
     Raises BadInput for what cannot be resolved to wheels."""
     interpreter = find_interpreter(python)
     root.mkdir(parents=True, exist_ok=True)
-    with _lock(root), tempfile.TemporaryDirectory(dir=root, prefix=".building-") as staging:
+    with _lock(root), tempfile.TemporaryDirectory(dir=root, prefix=STAGING) as staging:
         on_line(f"resolving {len(requirements)} requirements for Python {interpreter.version}")
         lock = _resolve(Path(staging), interpreter, [*requirements, COG])
         key = hashlib.sha256(f"{interpreter}\n{sys.platform}\n{lock}".encode()).hexdigest()[:32]
@@ -136,7 +137,7 @@ def _make_empty(folder: Path, interpreter: Interpreter) -> None:
     command = [interpreter.path, "-I", "-m", "venv", "--without-pip", "--symlinks", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise Unavailable(f"no environment can be made with {interpreter.path}: {done.stderr.strip()[-500:]}")
+        raise Unavailable(f"no environment can be made with Python {interpreter.version}; is its `venv` installed?")
 
 
 def _pip(folder: Path, arguments: Sequence[str], limit_s: float) -> None:
@@ -150,9 +151,8 @@ def _pip(folder: Path, arguments: Sequence[str], limit_s: float) -> None:
         raise Unavailable(f"pip did not end within {limit_s:g} s") from None
     if done.returncode:
         errors = [line for line in done.stderr.splitlines() if "ERROR" in line] or done.stderr.splitlines()[-3:]
-        raise BadInput(
-            f"the requirements cannot be installed from wheels: {' '.join(errors)[-800:]}", param="python_requirements"
-        )
+        why = " ".join(errors).replace(f"{folder.parent}/", "")  # callers do not learn our paths
+        raise BadInput(f"the requirements cannot be installed from wheels: {why[-800:]}", param="python_requirements")
 
 
 @contextmanager

@@ -197,7 +197,9 @@ def _download(weights: Weights, shared: Path, grant: FetchGrant, on_line: Callab
     except HfHubHTTPError as error:
         raise Unavailable(f"{HUB} refused {weights.repository}: {str(error).splitlines()[0]}") from None
     except OSError as error:
-        raise Unavailable(f"{weights.repository} could not be fetched: {error}; push again to go on") from None
+        raise Unavailable(
+            f"{weights.repository} could not be fetched: {error.strerror or error}; push again to go on"
+        ) from None
 
 
 @contextmanager

@@ -1,4 +1,5 @@
-"""The log of a predictor: what its processes print, in files of bounded size, without the secrets that it was given."""
+"""The log of a predictor: what its processes print, and why predictions failed, in files of bounded size, without the
+secrets that it was given."""
 
 import os
 import threading
@@ -30,6 +31,7 @@ class OutputLog:
         self._secrets = [secret.encode() for secret in secrets if secret]
         self._file = path.open("ab")
         self._size = path.stat().st_size
+        self._lock = threading.Lock()  # of the file, which several threads write
         self._tail: deque[bytes] = deque(maxlen=KEPT_LINES)
         reader, self.descriptor = os.pipe()  # the write end, which the program gets
         self._thread = threading.Thread(target=self._read, args=(reader,), name="predictor log", daemon=True)
@@ -39,9 +41,11 @@ class OutputLog:
         """Close our copy of the write end, once the program has it."""
         os.close(self.descriptor)
 
-    def wait(self, limit_s: float) -> None:
-        """Wait for the end of the output, after the program has ended."""
+    def close(self, limit_s: float) -> None:
+        """Wait for the end of the output, after the program has ended, and close the file."""
         self._thread.join(limit_s)
+        with self._lock:
+            self._file.close()
 
     @property
     def last_line(self) -> str:
@@ -52,22 +56,34 @@ class OutputLog:
         return "it wrote nothing to its log"
 
     def _read(self, descriptor: int) -> None:
-        with os.fdopen(descriptor, "rb", buffering=1 << 16) as pipe, self._file:
+        with os.fdopen(descriptor, "rb", buffering=1 << 16) as pipe:
             while line := pipe.readline(MAX_LINE_BYTES):
-                self._write(line if line.endswith(b"\n") else line + b"\n")
+                line = line if line.endswith(b"\n") else line + b"\n"
+                self._tail.append(self._hidden(line))
+                self._write(self._tail[-1])
 
-    def _write(self, line: bytes) -> None:
+    def add(self, text: str) -> None:
+        """Write what Cog's server does not print itself: the output of a prediction's code, or its error."""
+        if text:
+            self._write(self._hidden(text.rstrip("\n").encode("utf-8", "replace")) + b"\n")
+
+    def _hidden(self, line: bytes) -> bytes:
         for secret in self._secrets:
             line = line.replace(secret, _HIDDEN)
-        self._tail.append(line)
-        if self._size + len(line) > self._max_bytes:
-            self._file.close()
-            os.replace(self._path, f"{self._path}.1")
-            self._file = self._path.open("ab")
-            self._size = 0
-        self._file.write(line)
-        self._file.flush()
-        self._size += len(line)
+        return line
+
+    def _write(self, line: bytes) -> None:
+        with self._lock:
+            if self._file.closed:
+                return
+            if self._size + len(line) > self._max_bytes:
+                self._file.close()
+                os.replace(self._path, f"{self._path}.1")
+                self._file = self._path.open("ab")
+                self._size = 0
+            self._file.write(line)
+            self._file.flush()
+            self._size += len(line)
 
 
 def _message(line: str) -> str:

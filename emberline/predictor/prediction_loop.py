@@ -211,6 +211,7 @@ class PredictionLoop(RequestLoop[_Waiting]):
             item.ended_s = time.monotonic()
             if isinstance(error, PredictorCrashed):
                 self._crash = error.message
+            self._server.log.add(f"prediction {request.id} failed: {error.message}")
             delta = TokenDelta(request.id, finish="error", usage=item.partial_usage(), error=error.info())
         except Exception:
             _log.exception("a prediction failed", extra={"request_id": request.id})

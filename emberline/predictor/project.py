@@ -64,18 +64,18 @@ def read_project(folder: Path) -> Project:
 
     path = folder / CONFIG
     if not path.is_file():
-        raise BadInput(f"{folder} has no {CONFIG}: it is not a Cog project")
+        raise BadInput(f"there is no {CONFIG}: the folder is not a Cog project")
     if path.stat().st_size > MAX_CONFIG_BYTES:
-        raise BadInput(f"{path} is too large")
+        raise BadInput(f"{CONFIG} is too large")
     try:
         raw = path.read_bytes()
         if sum(isinstance(event, yaml.AliasEvent) for event in yaml.parse(raw, yaml.SafeLoader)) > MAX_ALIASES:
-            raise BadInput(f"{path} has more than {MAX_ALIASES} aliases (`*NAME`): write them out")
+            raise BadInput(f"{CONFIG} has more than {MAX_ALIASES} aliases (`*NAME`): write them out")
         given = yaml.safe_load(raw)
     except (yaml.YAMLError, RecursionError, ValueError) as error:
-        raise BadInput(f"{path} is not YAML: {str(error)[:300]}") from None
+        raise BadInput(f"{CONFIG} is not YAML: {str(error)[:300]}") from None
     if not isinstance(given, dict):
-        raise BadInput(f"{path} must be a mapping")
+        raise BadInput(f"{CONFIG} must be a mapping")
     build = _mapping(given, "build")
     for name in ("system_packages", "run", "pre_install"):
         if build.get(name):
@@ -87,7 +87,7 @@ def read_project(folder: Path) -> Project:
     reference = given.get("run") or given.get("predict")
     if not isinstance(reference, str) or reference.count(":") != 1 or not reference.partition(":")[0].endswith(".py"):
         only = " It has `train`, and training is not supported." if given.get("train") else ""
-        raise BadInput(f'{path}: `run` must name a file and a class, as "run.py:Runner".{only}', param="run")
+        raise BadInput(f'{CONFIG}: `run` must name a file and a class, as "run.py:Runner".{only}', param="run")
     project = Project(
         folder=folder,
         reference=reference,
@@ -101,7 +101,7 @@ def read_project(folder: Path) -> Project:
         notices=("`train` is left out: training is not supported",) if given.get("train") else (),
     )
     if not _is_inside(folder, project.source):
-        raise BadInput(f"{path}: {reference} is not a file of the project", param="run")
+        raise BadInput(f"{CONFIG}: {reference} is not a file of the project", param="run")
     return project
 
 

@@ -1,8 +1,9 @@
 """Runs inside a sandbox, with the predictor's interpreter and the standard library alone, which is no code of ours.
 
-`python -I -S relay.py DESCRIPTOR PORT PROXY_PORT PROXY COMMAND …` runs a server that can listen at a TCP port only, and
-joins that port of the sandbox's own network to a Unix socket outside: DESCRIPTOR is the listening socket. Programs
-inside find an HTTP proxy at PROXY_PORT, which is the Unix socket PROXY outside, unless PROXY_PORT is 0.
+`python -I -S relay.py LISTENER PORT PROXY_PORT PROXY COMMAND …` runs a server that can listen at a TCP port only, and
+joins that port of the sandbox's own network to a Unix socket outside. LISTENER is the descriptor of the listening
+socket, or the path of a Unix socket from which that descriptor comes; the server is killed when the latter is closed.
+Programs inside find an HTTP proxy at PROXY_PORT, which is the Unix socket PROXY outside, unless PROXY_PORT is 0.
 """
 
 import asyncio
@@ -54,17 +55,36 @@ async def join_proxy(inner: asyncio.StreamReader, inner_writer: asyncio.StreamWr
     outer_writer.close()
 
 
+def open_listener(given: str) -> "tuple[socket.socket, socket.socket | None]":
+    """The listening socket, and the connection that it came over. None if this process inherited it."""
+    if given.isdigit():
+        return socket.socket(fileno=int(given)), None
+    control = socket.socket(socket.AF_UNIX)
+    control.connect(given)
+    _, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+    return socket.socket(fileno=descriptors[0]), control
+
+
 async def main() -> int:
-    descriptor, port, proxy_port = map(int, sys.argv[1:4])
+    port, proxy_port = map(int, sys.argv[2:4])
     proxy, command = sys.argv[4], sys.argv[5:]
-    listener = socket.socket(fileno=descriptor)
+    listener, control = open_listener(sys.argv[1])
     listener.setblocking(False)
     if proxy_port:
         await asyncio.start_server(
             lambda reader, writer: join_proxy(reader, writer, proxy), "127.0.0.1", proxy_port, limit=CHUNK_BYTES
         )
     process = await asyncio.create_subprocess_exec(*command)
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, process.terminate)
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, process.terminate)
+    if control is not None:
+
+        def on_end() -> None:  # nothing else is ever sent
+            loop.remove_reader(control)
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+
+        loop.add_reader(control, on_end)
     server = await asyncio.start_unix_server(
         lambda reader, writer: join(reader, writer, port), sock=listener, limit=CHUNK_BYTES
     )

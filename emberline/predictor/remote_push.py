@@ -59,7 +59,7 @@ class RemotePushes:
     def push(self, archive: bytes, name: str, resources: Resources) -> Pushed:
         """Unpack a project, push it and publish it. Blocks. Raises what `PredictorVersions.push` does."""
         self.check()
-        left = self._settings.max_bytes - folder_bytes(self._versions.root)
+        left = self._settings.max_bytes - self._versions.used_bytes()
         lines: list[str] = []
         with tempfile.TemporaryDirectory(prefix="emberline-push-") as folder:
             project = Path(folder) / "project"

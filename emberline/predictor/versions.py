@@ -4,23 +4,27 @@
 (`environments`). A version is complete before the model store names it, and is never changed afterwards.
 """
 
+import fcntl
 import hashlib
 import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import msgspec
 
+from emberline.catalog.download import folder_bytes
 from emberline.predictor import environments
 from emberline.predictor.environments import Environment
 from emberline.predictor.fetch import FetchGrant, locked, place_weights, remove_unused, run_setup
+from emberline.predictor.image_labels import read_image
 from emberline.predictor.project import Project, read_project
 from emberline.predictor.schema import openapi, read_signature
 from emberline.protocol.errors import BadInput, ModelNotFound, TooLarge, Unsupported
 from emberline.protocol.prediction import Manifest, Resources
+from emberline.supervisor.sandbox.containers import find_image
 
 OWNER = "@me"
 MANIFEST = "manifest.json"
@@ -28,6 +32,7 @@ GPU_NOTICE = (
     "it gets a whole GPU, which no other model shares: nothing keeps two tenants of one apart. The GPU's driver can be "
     "reached from the sandbox: run code that you do not trust on a machine of its own"
 )
+STAGING = ".push-"  # of a version that is not complete; its name goes on with the id of the process
 STORE = "store"  # of what setup fetched, for all versions of a model
 MAX_PROJECT_BYTES = 4 << 30
 MAX_PROJECT_FILES = 50_000
@@ -48,6 +53,7 @@ class PushSettings(msgspec.Struct, frozen=True, kw_only=True):
     secrets: tuple[str, ...] = ()
     max_bytes: int = MAX_PROJECT_BYTES
     fetch: FetchGrant = FetchGrant()
+    image_registries: tuple[str, ...] = ()  # from which an image may be pulled
     granted: dict[str, str] = {}  # values of secrets for the fetch phase, by name
 
 
@@ -77,25 +83,21 @@ class PredictorVersions:
         if slots > 1 and not signature.is_async:
             raise Unsupported(f"{project.reference}: {slots} concurrent predictions need `async def`")
         environment = self._build(self._environments, project.requirements, project.python, on_line)
-        model_folder = self.root / name
-        staging = model_folder / f".push-{os.getpid()}"
-        with locked(model_folder), ExitStack() as at_end:  # another push of the model waits
-            at_end.callback(shutil.rmtree, staging, ignore_errors=True)
+
+        def fill(staging: Path, version: int) -> Manifest:
             digest = _copy(project.folder, staging / "src", settings.max_bytes)
             document = msgspec.json.encode(openapi(signature))
             (staging / "src" / ".cog").mkdir(exist_ok=True)
             (staging / "src" / ".cog" / "openapi_schema.json").write_bytes(document)
-            (staging / "logs").mkdir()
             weights = place_weights(project.weights, staging / "src", self._weights, settings.fetch, on_line)
-            number = 1 + max((version.version for version in self.list(f"{OWNER}/{name}")), default=0)
             manifest = Manifest(
                 model=f"{OWNER}/{name}",
-                version=number,
+                version=version,
                 digest="",
                 reference=project.reference,
                 interpreter=environment.interpreter,
                 folders=(*environment.folders, *weights.folders),
-                store=str(model_folder / STORE) if settings.fetch.hosts else "",
+                store=str(self.root / name / STORE) if settings.fetch.hosts else "",
                 mounts=weights.mounts,
                 slots=slots,
                 streams=signature.streams,
@@ -106,14 +108,59 @@ class PredictorVersions:
                 gpu=project.gpu,
                 resources=settings.resources,
             )
-            settled = digest + environment.key + msgspec.json.encode(msgspec.structs.replace(manifest, version=0)).hex()
-            manifest = msgspec.structs.replace(manifest, digest=hashlib.sha256(settled.encode()).hexdigest()[:32])
+            manifest = _with_digest(manifest, digest + environment.key)
             if settings.fetch.hosts:
                 secrets = {name: value for name, value in settings.granted.items() if name in settings.secrets}
                 manifest = run_setup(manifest, staging, settings.fetch, secrets, on_line)
+            return manifest
+
+        return self._add(name, fill, on_line)
+
+    def push_image(self, reference: str, settings: PushSettings, on_line: Callable[[str], None]) -> Manifest:
+        """Add a container image, made by `cog build`, as the next version of its model. It is pulled if its registry
+        is granted.
+
+        Raises BadInput for an image that is not here or has no predictor, and Unavailable where no engine runs."""
+        engine, image = find_image(reference, settings.image_registries)
+        found = read_image(image)
+        if found.gpu:
+            on_line(GPU_NOTICE)
+        name = check_name(settings.name or reference.partition("@")[0].rpartition("/")[2].partition(":")[0])
+
+        def fill(staging: Path, version: int) -> Manifest:
+            manifest = Manifest(
+                model=f"{OWNER}/{name}",
+                version=version,
+                digest="",
+                reference=reference,
+                image=image.digest,
+                engine=engine.kind,
+                command=found.command,
+                slots=found.slots,
+                streams=found.signature.streams,
+                input=found.signature.input,
+                output=found.signature.output,
+                secrets=settings.secrets,
+                gpu=found.gpu,
+                resources=settings.resources,
+            )
+            return _with_digest(manifest, image.digest)
+
+        return self._add(name, fill, on_line)
+
+    def _add(self, name: str, fill: Callable[[Path, int], Manifest], on_line: Callable[[str], None]) -> Manifest:
+        """Add a version, whose files `fill` writes to a folder. Other pushes of the model wait."""
+        model_folder = self.root / name
+        with locked(model_folder), ExitStack() as at_end:
+            _remove_staging(model_folder)
+            staging = model_folder / f"{STAGING}{os.getpid()}"
+            at_end.callback(shutil.rmtree, staging, ignore_errors=True)
+            (staging / "logs").mkdir(parents=True)
+            version = 1 + max((version.version for version in self.list(f"{OWNER}/{name}")), default=0)
+            manifest = fill(staging, version)
             (staging / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
-            staging.rename(model_folder / f"v{number}")
-        on_line(f"{manifest.model} version {number}")
+            staging.rename(model_folder / f"v{version}")
+        on_line(f"{manifest.model} version {version}")
         return manifest
 
     def list(self, model: str) -> list[Manifest]:
@@ -144,6 +191,14 @@ class PredictorVersions:
             raise ModelNotFound(f"{model[:100]} is not a predictor: their names are {OWNER}/NAME")
         return self.root / name
 
+    def used_bytes(self) -> int:
+        """Bytes that all pushed models take. Removes what pushes that were killed have left behind."""
+        for folder in (self._environments, *self.root.glob("[!.]*")):
+            with suppress(OSError), (folder / ".lock").open("r+") as lock:  # a push that runs has it
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _remove_staging(folder)
+        return folder_bytes(self.root)
+
     def remove(self, model: str) -> None:
         """Remove all versions of a model, and the environments and weights that no other model uses."""
         shutil.rmtree(self.folder(model), ignore_errors=True)
@@ -155,11 +210,28 @@ class PredictorVersions:
 
 def model_name(project: Project, given: str) -> str:
     """The name after @me/: the given one, else of the project's image, else of its folder. Raises BadInput."""
-    name = given or project.image.rpartition("/")[2].partition(":")[0] or project.folder.resolve().name
-    name = name.lower().removeprefix(f"{OWNER}/").replace(" ", "-")
+    return check_name(given or project.image.rpartition("/")[2].partition(":")[0] or project.folder.resolve().name)
+
+
+def check_name(given: str) -> str:
+    """A name as part of a model's id. Raises BadInput."""
+    name = given.lower().removeprefix(f"{OWNER}/").replace(" ", "-")
     if not _NAME.fullmatch(name):
         raise BadInput(f"{name[:80]!r} cannot be a model's name: use letters, digits, '.', '_' and '-'", param="name")
     return name
+
+
+def _remove_staging(folder: Path) -> None:
+    """Remove the incomplete versions or environments in a folder. The caller has its lock."""
+    for name in (STAGING, environments.STAGING):
+        for abandoned in folder.glob(f"{name}*"):
+            shutil.rmtree(abandoned, ignore_errors=True)
+
+
+def _with_digest(manifest: Manifest, contents: str) -> Manifest:
+    """The manifest with the digest of its contents and its settings, whatever the version's number."""
+    settled = contents + msgspec.json.encode(msgspec.structs.replace(manifest, version=0)).hex()
+    return msgspec.structs.replace(manifest, digest=hashlib.sha256(settled.encode()).hexdigest()[:32])
 
 
 def _copy(source: Path, target: Path, max_bytes: int) -> str:

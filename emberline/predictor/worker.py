@@ -36,7 +36,8 @@ def read_manifest(path: Path) -> Manifest:
     try:
         return msgspec.json.decode(path.read_bytes(), type=Manifest)
     except (OSError, msgspec.MsgspecError) as error:
-        raise BadInput(f"{path} is not the manifest of a predictor: {error}; push the model again") from None
+        why = error.strerror if isinstance(error, OSError) else error  # callers do not learn the path
+        raise BadInput(f"the predictor's manifest cannot be read: {why}; push the model again") from None
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -84,6 +85,8 @@ def main(argv: list[str] | None = None) -> int:
                 _log.error("%s", crashes[0])  # the last line is the supervisor's reason
             return 1 if crashes else status
     except Exception as error:
+        if server is not None:
+            server.log.add(str(error))
         return process.fail(error)
     finally:
         if server is not None:

@@ -81,7 +81,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     version: int
     digest: str  # of the project, its environment and its settings
     reference: str  # "predict.py:Predictor"
-    interpreter: str  # of its environment
+    interpreter: str = ""  # of its environment
     folders: tuple[str, ...] = ()  # that it reads: the environment, and the interpreter it was made from
     store: str = ""  # the folder of what `setup` fetched, shared by versions; empty: it fetches nothing
     mounts: tuple[tuple[str, str], ...] = ()  # folders of `weights`, and where the predictor sees them
@@ -94,6 +94,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     environment: dict[str, str] = {}
     secrets: tuple[str, ...] = ()  # names of variables that the operator grants
     gpu: bool = False
+    image: str = ""  # the id of a container image, "sha256:…"; empty: a project's files in an environment
+    engine: str = ""  # the container engine that has the image: "docker" or "podman"
+    command: tuple[str, ...] = ()  # of the image's server
     resources: Resources = Resources()
 
     @property

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from emberline.config import PredictorsConfig
+from emberline.predictor.fetch import locked
 from emberline.predictor.remote_push import RemotePushes, pack, unpack
 from emberline.predictor.versions import PredictorVersions
 from emberline.protocol.errors import BadInput, Forbidden, TooLarge
@@ -108,6 +109,27 @@ def test_a_push_over_http_is_a_version(versions: PredictorVersions, tmp_path: Pa
     pushed = pushes.push(pack(write_project(tmp_path / "p", SOURCE)), "thing", Resources())
     assert (pushed.id, pushed.version) == ("@me/thing", 1)
     assert [each.version for each in versions.list("@me/thing")] == [1]
+
+
+def test_a_push_that_was_killed_takes_no_quota(versions_of_nothing: PredictorVersions) -> None:
+    root = versions_of_nothing.root
+    for folder in (root / "killed", root / "running"):
+        (folder / ".push-1" / "src").mkdir(parents=True)
+        (folder / ".push-1" / "src" / "weights").write_bytes(bytes(1000))
+        (folder / ".lock").touch()
+    with locked(root / "running"):
+        assert versions_of_nothing.used_bytes() == 1000
+    assert not (root / "killed" / ".push-1").exists()
+    assert (root / "running" / ".push-1").exists()
+
+
+def test_messages_have_no_paths_of_the_server(versions_of_nothing: PredictorVersions, tmp_path: Path) -> None:
+    pushes = RemotePushes(tmp_path, ALLOWED, versions_of_nothing)
+    configs = b"", b"a: [", b"[]", b'run: "gone.py:Runner"', b"x" * (2 << 20), b"a: &a [*a]", b'train: "train.py:train"'
+    for config in configs:
+        with pytest.raises(BadInput) as found:
+            pushes.push(archive_of((member("cog.yaml"), config)), "x", Resources())
+        assert "/" not in found.value.message, config
 
 
 def test_bounds_come_from_the_query() -> None:

@@ -70,6 +70,43 @@ def _delegates(folder: Path) -> bool:
     return True
 
 
+class MemoryCounters(msgspec.Struct, frozen=True):
+    """The memory of a group, as the kernel counts it. `folder` is the group's, of the memory controller."""
+
+    version: int
+    folder: Path
+
+    @classmethod
+    def of_process(cls, pid: int, root: Path = ROOT) -> "MemoryCounters | None":
+        """The counters of the group that a process is in. Returns None if they cannot be found."""
+        try:
+            lines = [line.split(":", 2) for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines()]
+        except OSError:
+            return None
+        paths = {name: path.lstrip("/") for _, names, path in lines for name in names.split(",")}
+        first, second = root / "memory" / paths.get("memory", ""), root / paths.get("", "")
+        found = cls(1, first) if "memory" in paths else cls(2, second)
+        return found if (found.folder / "cgroup.procs").exists() else None
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory that the group uses now, files in memory included; 0: not known."""
+        name = "memory.current" if self.version == 2 else "memory.usage_in_bytes"
+        with contextlib.suppress(OSError, ValueError):
+            return int((self.folder / name).read_text())
+        return 0
+
+    @property
+    def n_out_of_memory(self) -> int:
+        """Number of times that the kernel killed a process of the group because the group reached its memory limit."""
+        name = "memory.events" if self.version == 2 else "memory.oom_control"
+        with contextlib.suppress(OSError, ValueError):
+            lines = (self.folder / name).read_text().split("\n")
+            counts = dict(line.split(" ") for line in lines if " " in line)
+            return int(counts.get("oom_kill", 0))
+        return 0
+
+
 class ControlGroup:
     """One group. Its methods block for microseconds, except `remove`."""
 
@@ -105,20 +142,10 @@ class ControlGroup:
         return [str(folder / "cgroup.procs") for folder in sorted(set(self._folders.values()))]
 
     @property
-    def memory_bytes(self) -> int:
-        """Memory that the group uses now, files in its scratch folder included; 0: not known."""
-        name = "memory.current" if self._version == 2 else "memory.usage_in_bytes"
-        return self._counter(name)
-
-    @property
-    def n_out_of_memory(self) -> int:
-        """Number of times that the kernel killed a process of the group because the group reached its memory limit."""
-        name = "memory.events" if self._version == 2 else "memory.oom_control"
-        with contextlib.suppress(OSError, KeyError, ValueError):
-            lines = (self._folders["memory"] / name).read_text().split("\n")
-            counts = dict(line.split(" ") for line in lines if " " in line)
-            return int(counts.get("oom_kill", 0))
-        return 0
+    def counters(self) -> MemoryCounters | None:
+        """The group's memory; None: the machine has no control group for memory."""
+        folder = self._folders.get("memory")
+        return None if folder is None else MemoryCounters(self._version, folder)
 
     def kill(self) -> None:
         """Kill all processes of the group."""
@@ -147,11 +174,6 @@ class ControlGroup:
                 left.discard(folder)
             if left:
                 time.sleep(0.01)
-
-    def _counter(self, name: str) -> int:
-        with contextlib.suppress(OSError, KeyError, ValueError):
-            return int((self._folders["memory"] / name).read_text())
-        return 0
 
     def _write(self, controller: str, file: str, value: object, *, optional: bool = False) -> None:
         if (folder := self._folders.get(controller)) is None:

@@ -5,6 +5,7 @@ and scratch space. Killing it ends all that it has started, too.
 """
 
 import contextlib
+import logging
 import os
 import shutil
 import signal
@@ -38,6 +39,7 @@ _FILES = {
     "/etc/hosts": "127.0.0.1 localhost\n::1 localhost\n",
     "/etc/resolv.conf": "",
 }
+_log = logging.getLogger(__name__)
 _GPU_DEVICES = ("/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools", "/dev/nvidia-modeset")
 
 
@@ -87,12 +89,14 @@ class RunningProgram:
     @property
     def memory_bytes(self) -> int:
         """Memory that it uses, with all processes and scratch files; 0: not known."""
-        return 0 if self._group is None else self._group.memory_bytes
+        counters = None if self._group is None else self._group.counters
+        return 0 if counters is None else counters.memory_bytes
 
     @property
     def problem(self) -> str:
         """Why it ended, as far as the launcher knows; empty if it only ended."""
-        if self._group is not None and self._group.n_out_of_memory:
+        counters = None if self._group is None else self._group.counters
+        if counters is not None and counters.n_out_of_memory:
             return f"it used more than its {self._memory_limit >> 20} MiB of memory"
         status = self._process.poll()
         if status is None or status == 0:
@@ -162,7 +166,7 @@ class Sandbox:
         except OSError as error:
             if group is not None:
                 group.remove()
-            raise Unavailable(f"a sandboxed program cannot be started: {error}") from None
+            raise Unavailable(f"a sandboxed program cannot be started: {error.strerror}") from None
         finally:
             os.close(entry)
         return RunningProgram(process, group, scratch, program.memory_bytes)
@@ -178,7 +182,7 @@ class Sandbox:
         try:
             return ControlGroup(self.protections.hierarchy, limits)
         except OSError as error:
-            raise Unavailable(f"no control group can be made for a sandboxed program: {error}") from None
+            raise Unavailable(f"no control group can be made for a sandboxed program: {error.strerror}") from None
 
     def _entry(self, program: Program, group: ControlGroup | None, scratch: str) -> Entry:
         limits = {"RLIMIT_CORE": 0, "RLIMIT_NOFILE": program.n_files}
@@ -254,9 +258,10 @@ def _check_reachable(paths: Sequence[str]) -> None:
     for path in paths:
         for parent in Path(path).absolute().parents:
             if not parent.stat().st_mode & 0o001:
+                _log.error("a sandboxed program's user may not enter %s", parent)
                 raise Unavailable(
-                    f"root runs foreign programs as another user, who may not enter {parent}: install bubblewrap, or "
-                    "use a data folder that every user may enter (--data-dir)"
+                    "root runs foreign programs as another user, who may not enter the folder of this one: install "
+                    "bubblewrap, or use a data folder that every user may enter (--data-dir)"
                 )
 
 
