@@ -123,7 +123,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         with Process([*command, "--data-dir", str(home_dir(os.environ))], folder / "serve.log") as process:
             wait_ready(process, port)
             url = f"http://127.0.0.1:{port}/v1/completions"
-            own = {"base_url": url, "model": name, "num_concurrent": 4, "tokenized_requests": True}
+            own = {"base_url": url, "model": name, "num_concurrent": 4, "tokenizer_backend": "remote"}
             ours = evaluate(python, "local-completions", own, folder, args.limit)
         return {"model": name} | compare(ours, evaluate(python, "hf", peer, folder, args.limit))
 

@@ -4,17 +4,20 @@ A chat is a document of the page that saved it, which the server does not read. 
 through are kept with it. A saved chat replaces the one with the same id, whichever tab was last.
 """
 
+import asyncio
 import time
 from collections.abc import Callable
 
 import msgspec
 
-from emberline.protocol.errors import Conflict, NotFound
+from emberline.protocol.errors import BadInput, Conflict, NotFound
 from emberline.store import Database, Query, Transaction
 from emberline.store.database import decode_row
 
 MAX_CHATS = 2000  # of an account
 MAX_BYTES = 256 << 20  # of all chats of an account
+MAX_WORDS = 16  # of a search: each may read all texts
+SEARCH_S = 3.0  # the longest time of a search, the wait for other reports included
 
 _COLUMNS = "id, title, updated_us, n_bytes"
 
@@ -34,12 +37,14 @@ class SavedChats:
         store: Database,
         max_chats: int = MAX_CHATS,
         max_bytes: int = MAX_BYTES,
+        search_s: float = SEARCH_S,
         now_us: Callable[[], int] = lambda: time.time_ns() // 1000,
     ) -> None:
-        """`max_chats` and `max_bytes` bound the chats of each account."""
+        """`max_chats` and `max_bytes` bound the chats of each account, `search_s` the time of a search."""
         self._store = store
         self._max_chats = max_chats
         self._max_bytes = max_bytes
+        self._search_s = search_s
         self._now_us = now_us
 
     async def put(self, account: str, chat_id: str, title: str, text: str, document: bytes) -> ChatSummary:
@@ -83,18 +88,26 @@ class SavedChats:
 
     async def page(self, account: str, words: str, before: str, limit: int) -> list[ChatSummary]:
         """Chats with all `words` in their title or text, the latest first. `before` is the id of the last chat of the
-        previous page, or empty."""
-        terms = words.casefold().split()
+        previous page, or empty. Raises BadInput if there are too many words, or the search takes too long."""
+        terms = list(dict.fromkeys(words.casefold().split()))
+        if len(terms) > MAX_WORDS:
+            raise BadInput(f"a search may have {MAX_WORDS} words", param="q")
         where, values = "account = ?", [account]
-        for term in terms:
-            where += " AND (folded_title LIKE ? ESCAPE '!' OR folded_text LIKE ? ESCAPE '!')"
-            values += ["%" + term.replace("!", "!!").replace("%", "!%").replace("_", "!_") + "%"] * 2
+        for term in terms:  # LIKE would take a second for 1 MiB of "aaa…" and a term that begins like it
+            where += " AND (replace(folded_title, ?, '') <> folded_title OR replace(folded_text, ?, '') <> folded_text)"
+            values += [term, term]
         if before:
             where += " AND (updated_us, id) < (SELECT updated_us, id FROM saved_chats WHERE account = ? AND id = ?)"
             values += [account, before]
         sql = f"SELECT {_COLUMNS} FROM saved_chats WHERE {where} ORDER BY updated_us DESC, id DESC LIMIT ?"
         look = self._store.report if terms else self._store.read
-        return [decode_row(ChatSummary, _COLUMNS, row) for row in await look(sql, (*values, limit))]
+        try:
+            async with asyncio.timeout(self._search_s if terms else None):
+                rows = await look(sql, (*values, limit))
+        except TimeoutError:
+            message = f"the search took more than {self._search_s:g} s and was stopped: search for fewer or other words"
+            raise BadInput(message, param="q") from None
+        return [decode_row(ChatSummary, _COLUMNS, row) for row in rows]
 
     async def rename(self, account: str, chat_id: str, title: str) -> ChatSummary:
         """Give a chat another title. Raises NotFound if there is no such chat."""

@@ -9,7 +9,6 @@ from emberline import log as logs
 from emberline.accounts.account_service import AccountService
 from emberline.accounts.auth import Authenticator
 from emberline.api.gateway.ai_binding import WRAPS, unwrap
-from emberline.api.http.body import held_bodies
 from emberline.api.http.errors import error_body, error_headers
 from emberline.api.http.exchange import (
     REQUEST_LIMITS,
@@ -32,6 +31,7 @@ from emberline.api.playground.assets import load as load_assets
 from emberline.api.routes import ROUTES
 from emberline.gateway.gateways import GatewayService
 from emberline.jobs.webhooks.service import WebhookService
+from emberline.net.held_bodies import held_bodies
 from emberline.net.http_server import Receive, Scope, Send
 from emberline.protocol import trace_context
 from emberline.protocol.errors import BadInput, EmberlineError, Internal, NotFound, Unavailable

@@ -42,7 +42,8 @@ def read_text(files: ModelFiles, foreign: RendererFactory = LocalRenderer) -> To
             return read_whisper(Path(files.path))
         if task.task != "generate":
             return TextEncoder.load(Path(files.path), task)
-        return TextModel.load(Path(files.path), LocalRenderer if is_built_in(files.card) else foreign)
+        renderers = LocalRenderer if is_built_in(files.card) else foreign
+        return TextModel.load(Path(files.path), renderers, files.card.id)
     except BadCheckpoint as error:
         raise BadInput(f"{files.path} cannot be served: {error}") from None
 

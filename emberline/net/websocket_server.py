@@ -6,6 +6,9 @@ from typing import Any, Protocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.frames import CloseCode, Frame
 
+from emberline.net.held_bodies import held_bodies
+from emberline.protocol.errors import Unavailable
+
 # Tells the application, as an ASGI message, that the server stops: it answers what has begun, and closes with 1012.
 DRAIN = "websocket.drain"
 MAX_MESSAGE_BYTES = 4 << 20
@@ -33,6 +36,8 @@ class BoundedWebSocket(WebSocketsSansIOProtocol):
         self._write_timeout_s = write_timeout_s
         self._stall_timer: asyncio.TimerHandle | None = None
         self._drains = False
+        self._fragment_bytes = 0  # of the message that is not complete
+        self.held_bytes = 0  # of that message, with the frame that is arriving
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -44,6 +49,7 @@ class BoundedWebSocket(WebSocketsSansIOProtocol):
         self._all.websocket_lost()
         if self._stall_timer is not None:
             self._stall_timer.cancel()
+        held_bodies.release(self)
         super().connection_lost(exc)
 
     async def send(self, message: Any) -> None:
@@ -52,15 +58,36 @@ class BoundedWebSocket(WebSocketsSansIOProtocol):
             self.handshake_complete = True  # by a refusal, which uvicorn would report as a missing handshake
 
     def data_received(self, data: bytes) -> None:
-        if not self.transport.is_closing():
-            super().data_received(data)
+        if self.transport.is_closing():
+            return
+        super().data_received(data)
+        held_bodies.release(self)
+        try:
+            held_bodies.add(self, self._fragment_bytes + len(self.conn.reader.buffer))
+        except Unavailable as error:
+            self._fail(CloseCode.TRY_AGAIN_LATER, error.message)
+
+    def handle_text(self, event: Frame) -> None:
+        self._fragment_bytes = 0 if event.fin else len(event.data)
+        super().handle_text(event)
+
+    def handle_bytes(self, event: Frame) -> None:
+        self._fragment_bytes = 0 if event.fin else len(event.data)
+        super().handle_bytes(event)
 
     def handle_cont(self, event: Frame) -> None:
         if len(self.frames) < MAX_FRAGMENTS:
+            self._fragment_bytes = 0 if event.fin else self._fragment_bytes + len(event.data)
             super().handle_cont(event)
-        elif not self.close_sent:
-            self.frames.clear()
-            self.conn.fail(CloseCode.MESSAGE_TOO_BIG, f"more than {MAX_FRAGMENTS} fragments")
+        else:
+            self._fail(CloseCode.MESSAGE_TOO_BIG, f"more than {MAX_FRAGMENTS} fragments")
+
+    def _fail(self, code: CloseCode, reason: str) -> None:
+        """Close the connection over a message that the server does not take."""
+        self.frames.clear()
+        self._fragment_bytes = 0
+        if not self.close_sent:
+            self.conn.fail(code, reason)
             self.handle_parser_exception()
 
     def pause_writing(self) -> None:

@@ -188,6 +188,7 @@ class ChatTemplate:
         renderers: RendererFactory = LocalRenderer,
     ) -> None:
         """Raises BadCheckpoint if the template does not compile."""
+        self.model_name = ""  # for errors, if the model has one
         self.source = PLAIN if source is None else source
         self.stops = PLAIN_STOPS if source is None else ()
         try:
@@ -224,8 +225,12 @@ class ChatTemplate:
                 return self._renderer.render(_in_parts(attempt) if self._wants_parts else attempt, values)
             except RefusedTurns as error:
                 refusal = refusal or error
+            except BadInput as error:  # the template was stopped
+                refusal = error
+                break
         assert refusal is not None
-        raise BadInput(refusal.message, param="messages")
+        named = f"{self.model_name}: {refusal.message}" if self.model_name else refusal.message
+        raise BadInput(named, param="messages")
 
     def _leaves_texts_out(self) -> bool:
         """True if the template renders contents that are lists of parts, and nothing of one that is a text: templates

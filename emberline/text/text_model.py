@@ -66,9 +66,12 @@ class TextModel:
         self.fill_in_middle = FillInMiddle.of(tokenizer)  # None: not trained for it
 
     @classmethod
-    def load(cls, path: Path, renderers: RendererFactory = LocalRenderer) -> "TextModel":
-        """Read a GGUF file or a Hugging Face folder. `renderers` run its chat template. Raises BadCheckpoint."""
-        return _from_folder(path, renderers) if path.is_dir() else _from_gguf(path, renderers)
+    def load(cls, path: Path, renderers: RendererFactory = LocalRenderer, name: str = "") -> "TextModel":
+        """Read a GGUF file or a Hugging Face folder. `renderers` run its chat template, whose errors say `name`. Raises
+        BadCheckpoint."""
+        model = _from_folder(path, renderers) if path.is_dir() else _from_gguf(path, renderers)
+        model.template.model_name = name
+        return model
 
     @cached_property
     def longest_token_chars(self) -> int:

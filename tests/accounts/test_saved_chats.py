@@ -5,8 +5,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from emberline.accounts.saved_chats import SavedChats
-from emberline.protocol.errors import Conflict, NotFound
+from emberline.accounts.saved_chats import MAX_WORDS, SavedChats
+from emberline.protocol.errors import BadInput, Conflict, NotFound
 from tests.databases import DatabaseLocation
 
 DOCUMENT = b'{"format":"emberline.workspace"}'
@@ -71,3 +71,17 @@ async def test_an_account_has_room_for_so_many_chats_and_bytes(chats: SavedChats
         await chats.put("acme", "b", "b", "", b"1" * 900)
     assert len((await chats.get("acme", "b"))[1]) == len(DOCUMENT), "what was refused changed nothing"
     await chats.put("other", "d", "d", "", b"1" * 900)
+
+
+async def test_a_search_is_bounded_in_words_and_time(database: DatabaseLocation) -> None:
+    store = await database.open()
+    chats = SavedChats(store)
+    with pytest.raises(BadInput, match=f"{MAX_WORDS} words"):
+        await chats.page("acme", " ".join(map(str, range(MAX_WORDS + 1))), "", 10)
+    for number in range(3):  # LIKE takes seconds: it begins to match at each place
+        await chats.put("acme", f"c{number}", "a", "a" * (1 << 20), DOCUMENT)
+    assert await chats.page("acme", "a" * 150 + "b", "", 10) == []
+    assert len(await chats.page("acme", "a " * 40 + "a" * 150, "", 10)) == 3, "words said twice count once"
+    with pytest.raises(BadInput, match="took more than 0 s"):
+        await SavedChats(store, search_s=0.0).page("acme", "b", "", 10)
+    await store.close()

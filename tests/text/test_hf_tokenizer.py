@@ -3,6 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
+from emberline.protocol.errors import BadInput
 from emberline.protocol.request import Message
 from emberline.protocol.token_ids import unpack
 from emberline.text.text_model import TextModel
@@ -108,6 +109,13 @@ def test_a_template_file_comes_before_the_settings(tmp_path):
     assert TextModel.load(folder).render([Message("user", "x")]) == "settings"
     (folder / "chat_template.jinja").write_text("file")
     assert TextModel.load(folder).render([Message("user", "x")]) == "file"
+
+
+def test_an_error_of_a_template_names_the_model(tmp_path):
+    for source, problem in (("{{ 1 // 0 }}", "cannot render"), ("{{ 'x' * 9**9 }}", "was stopped")):
+        folder = folders.write_folder(tmp_path / problem, folders.llama3(), tokenizer_config={"chat_template": source})
+        with pytest.raises(BadInput, match=f"@hf/acme/odd: the model's chat template {problem}"):
+            TextModel.load(folder, name="@hf/acme/odd").render([Message("user", "x")])
 
 
 def test_the_default_of_several_templates_is_taken(tmp_path):

@@ -53,9 +53,10 @@ class ModelName(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 async def available(call: HttpExchange) -> Reply:
     """Models that `POST /api/pull` can add to this machine by name, with size, licence and whether they fit.
 
-    The list is empty for a caller who may add none."""
-    found = await call.pulls.offers() if call.has_pulls and call.principal.is_admin else []
-    return json_reply({"object": "list", "data": [offer.body() for offer in found]})
+    The list is empty for a caller who may add none. `can_load` is true if the caller may load and unload models."""
+    is_admin = call.principal.is_admin
+    found = await call.pulls.offers() if call.has_pulls and is_admin else []
+    return json_reply({"object": "list", "data": [offer.body() for offer in found], "can_load": is_admin})
 
 
 async def push(call: HttpExchange) -> Reply:

@@ -1,17 +1,17 @@
 """Reading a request body as it arrives: bounded in size and time, as JSON whatever its content type."""
 
 import asyncio
-import os
 from collections.abc import AsyncIterator, Sequence
 from functools import cache
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from emberline.api.http.errors import Dialect
 from emberline.api.http.exchange import ClientDisconnected, HttpExchange, LargeRequest
 from emberline.api.http.wire import SESSION_FIELDS, Wire, has_more_values
-from emberline.protocol.errors import BadInput, DeadlineExceeded, TooLarge, Unavailable
+from emberline.net.held_bodies import held_bodies
+from emberline.protocol.errors import BadInput, DeadlineExceeded, TooLarge
 from emberline.protocol.sizes import format_limit
 
 T = TypeVar("T")
@@ -22,35 +22,6 @@ LARGE_VALUES = 10_000  # tens of milliseconds, in which no stream goes on
 _ONLY_MODEL = (Dialect.OPENAI, Dialect.OPENAI_ENVELOPED)  # APIs whose `model` may be left out
 _NULL = msgspec.Raw(b"null")
 _NOT_JSON = ("multipart/", "audio/", "image/", "application/octet-stream")
-
-
-class Holder(Protocol):
-    """A request, or anything else that keeps bytes in memory."""
-
-    held_bytes: int
-
-
-class HeldBodies:
-    """The bytes of request bodies in this process's memory, of all requests until they end."""
-
-    def __init__(self, most: int) -> None:
-        self.most = most
-        self.n_bytes = 0
-
-    def add(self, holder: Holder, n_bytes: int) -> None:
-        """Count bytes. Raises Unavailable if there are too many."""
-        if self.n_bytes + n_bytes > self.most:
-            raise Unavailable("too many large requests are being served: try again in a moment", retry_after_s=5)
-        self.n_bytes += n_bytes
-        holder.held_bytes += n_bytes
-
-    def release(self, holder: Holder) -> None:
-        """Count the holder's bytes no longer."""
-        self.n_bytes -= holder.held_bytes
-        holder.held_bytes = 0
-
-
-held_bodies = HeldBodies(min(1 << 30, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 8))
 
 
 async def read_json(call: HttpExchange, kind: type[T]) -> T:

@@ -9,9 +9,10 @@ import contextlib
 from pathlib import Path
 from urllib.parse import quote
 
-from emberline.api.http.body import body_chunks, held_bodies
+from emberline.api.http.body import body_chunks
 from emberline.api.http.exchange import HttpExchange, while_connected
 from emberline.api.http.streaming import IncompleteBody
+from emberline.net.held_bodies import held_bodies
 from emberline.net.http_client import Connection, ConnectionFailed, Exchange
 from emberline.net.periodic import stop
 from emberline.protocol.errors import Unavailable

@@ -13,11 +13,11 @@ from typing import Any
 
 import msgspec
 
-from emberline.api.http.body import held_bodies
 from emberline.api.http.errors import Dialect, HeaderList, codes, error_body
 from emberline.api.http.exchange import HttpExchange, RequestLimits, encode
 from emberline.api.http.resumable import HEADER
 from emberline.api.http.streaming import WebSocketSession
+from emberline.net.held_bodies import held_bodies
 from emberline.net.http_server import ASGIApp, Message, Scope
 from emberline.net.periodic import stop
 from emberline.net.websocket_server import DRAIN, MAX_MESSAGE_BYTES

@@ -7,8 +7,9 @@ import msgspec
 
 from emberline.api.common.response_body import cost_field
 from emberline.api.common.transcript import srt, vtt, words_body
-from emberline.api.http.body import body_chunks, held_bodies
+from emberline.api.http.body import body_chunks
 from emberline.api.http.exchange import HttpExchange, Reply, encode, json_reply
+from emberline.net.held_bodies import held_bodies
 from emberline.net.multipart import MultipartForm, boundary_of
 from emberline.protocol.errors import BadInput, TooLarge, Unsupported
 from emberline.protocol.request import SpeechRequest

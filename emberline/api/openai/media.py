@@ -6,9 +6,10 @@ import msgspec
 from msgspec import Meta
 
 from emberline.api.common.sampling_fields import ModelName
-from emberline.api.http.body import body_chunks, held_bodies, read_wire
+from emberline.api.http.body import body_chunks, read_wire
 from emberline.api.http.exchange import HttpExchange, Reply, parse_int
 from emberline.api.http.wire import Wire, problem
+from emberline.net.held_bodies import held_bodies
 from emberline.net.multipart import MultipartForm, boundary_of
 from emberline.protocol.errors import BadInput, TooLarge, Unsupported
 from emberline.protocol.media import MAX_IMAGES, Media, MediaFile, MediaRequest

@@ -6,9 +6,10 @@ import msgspec
 from msgspec import Meta
 
 from emberline.accounts.saved_chats import ChatSummary
-from emberline.api.http.body import held_bodies, read_json
+from emberline.api.http.body import read_json
 from emberline.api.http.exchange import JSON, HttpExchange, Reply, encode, json_reply, list_reply
 from emberline.api.http.streaming import ByteStream, Chunks
+from emberline.net.held_bodies import held_bodies
 from emberline.protocol.errors import BadInput, TooLarge
 
 MAX_DOCUMENT_BYTES = 16 << 20

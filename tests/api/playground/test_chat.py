@@ -543,6 +543,11 @@ def test_models_are_loaded_and_unloaded_from_the_list(stage: Stage) -> None:
         page.locator(".models .action").nth(1).click()
         expect(page.locator(".models .action")).to_have_text(["Unload", "Load"])
         assert here.service.loads == [("@cf/a/waiting", "load"), ("@cf/a/ready", "unload")]
+        page.route("**/api/models/available", lambda route: route.fulfill(json={"data": [], "can_load": False}))
+        with page.expect_response("**/api/models/available"):
+            page.keyboard.press("Escape")
+            page.keyboard.press("Alt+m")
+        expect(page.locator(".models .action")).to_have_count(0)  # an account's key, which the server would refuse
 
 
 def test_models_are_pulled_with_progress(stage: Stage) -> None:

@@ -1,7 +1,8 @@
 """The last response of a WebSocket that was not stored: the next message on the connection may continue it."""
 
-from emberline.api.http.body import LARGE_BYTES, held_bodies
+from emberline.api.http.body import LARGE_BYTES
 from emberline.api.http.exchange import HttpExchange
+from emberline.net.held_bodies import held_bodies
 from emberline.protocol.complete_response import StoredResponse
 from emberline.protocol.errors import Unavailable
 

@@ -61,7 +61,7 @@ export function ModelDialog({ pane, onClose }) {
         <span class="line soft"><bdi>${visible(model.id)}</bdi>
           <span>${[model.contextLen && `${tokens.format(model.contextLen)} tokens`, model.reasons && "reasoning", model.vision && "images", model.pricing && !model.predicts && `$${perMillion(model.pricing.prompt)} in, $${perMillion(model.pricing.completion)} out per M`, !model.chats && "does not chat"].filter(Boolean).join(" · ")}</span></span>
       </button>
-      ${model.managed && ACTIONS[model.state] && html`<${Button} text=${ACTIONS[model.state][1]} label=${`${ACTIONS[model.state][1]} ${visible(model.name)}`} class="small action" disabled=${models.changing.has(model.id)} onClick=${() => change(model, ACTIONS[model.state][0])} />`}</li>`)}</ul>
+      ${models.canLoad && model.managed && ACTIONS[model.state] && html`<${Button} text=${ACTIONS[model.state][1]} label=${`${ACTIONS[model.state][1]} ${visible(model.name)}`} class="small action" disabled=${models.changing.has(model.id)} onClick=${() => change(model, ACTIONS[model.state][0])} />`}</li>`)}</ul>
       ${offered.length > 0 && html`<h3>To download</h3><ul class="models offers" aria-label="Models to download">${offered.slice(0, MAX_OFFERS).map((offer) => html`<li key=${offer.id} class="row">
         <span class="offer"><span class="line"><bdi><b>${visible(offer.name)}</b></bdi><span>${size(offer.bytes)}${offer.fits ? "" : ", does not fit this machine"}</span></span>
           <span class="line soft"><span>${[offer.quantization, offer.license, ...offer.capabilities].filter(Boolean).map(visible).join(" · ")}</span></span>

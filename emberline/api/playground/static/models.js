@@ -11,7 +11,8 @@ class Models extends Observable {
   error = null;
   loaded = false;
   changing = new Map(); // what is being done, "loading" or "unloading", by model
-  offers = null; // models that the operator can pull; null: not asked for, or not allowed
+  offers = null; // models that the operator can pull; null: not asked for
+  canLoad = false; // true if the server lets this key load and unload models
   pulling = new Map(); // what the server says of downloads, by name: { status, total, completed }
   #timer = 0;
   #latest = 0; // number of the last refresh
@@ -53,10 +54,10 @@ class Models extends Observable {
     }
   }
 
-  /** Asks for the models that can be pulled. A key that may not pull leaves the list empty. */
+  /** Asks for the models that can be pulled, and whether models can be loaded. A key that may do neither gets no offers. */
   async findOffers() {
-    const { data } = await getJson("/api/models/available").catch(() => ({ data: null }));
-    this.set({ offers: data?.filter((offer) => !offer.here) ?? null });
+    const { data, can_load: canLoad } = await getJson("/api/models/available").catch(() => ({ data: null }));
+    this.set({ offers: data?.filter((offer) => !offer.here) ?? null, canLoad: canLoad === true });
   }
 
   /** Downloads a model to the server, with progress in `pulling`. Throws ApiError. */

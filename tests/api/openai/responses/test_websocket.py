@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.frames import CloseCode
 from websockets.sync.client import ClientConnection, connect
 
 from emberline.api.http.body import LARGE_BYTES, held_bodies
@@ -278,6 +279,41 @@ def test_messages_of_very_many_fragments(server: Loopback, service: FakeService)
         with pytest.raises(ConnectionClosed) as closed:
             socket.next()
         assert closed.value.rcvd is None or closed.value.rcvd.code == 1009  # unless a reset came before the reason
+    assert len(service.requests) == 1
+
+
+def test_messages_that_are_not_complete_count_as_bodies(server: Loopback, service: FakeService) -> None:
+    fragment = json.dumps(CREATE)[:-1].encode()
+    release, taken = threading.Event(), UnstoredResponse()
+
+    def fragments() -> Iterator[str]:
+        """A message whose end waits for `release`."""
+        yield fragment.decode()
+        release.wait(PATIENCE_S)
+        yield "}"
+
+    def send() -> None:
+        with suppress(ConnectionClosed):
+            socket.connection.send(fragments())
+
+    with connected(server) as socket:
+        senders = [threading.Thread(target=send) for _ in range(2)]
+        senders[0].start()
+        wait_for(lambda: held_bodies.n_bytes == len(fragment))
+        release.set()
+        assert socket.events()[-1]["type"] == "response.completed"
+        release.clear()
+        wait_for(lambda: held_bodies.n_bytes == 0)
+        held_bodies.add(taken, held_bodies.most)
+        senders[1].start()
+        with pytest.raises(ConnectionClosed) as closed:
+            socket.next()
+        held_bodies.release(taken)
+        release.set()
+        code = closed.value.rcvd.code if closed.value.rcvd else None
+        assert code in (None, CloseCode.TRY_AGAIN_LATER)  # unless a reset came before the reason
+        for sender in senders:
+            sender.join()
     assert len(service.requests) == 1
 
 
