@@ -119,8 +119,12 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         write_tasks(folder)
+        models = folder / "home" / "models"  # with this model alone: the harness names none to `/tokenizer_info`
+        models.mkdir(parents=True)
+        if not Path(args.model).exists():
+            (models / path.parent.name).symlink_to(path.parent)
         command = [sys.executable, "-m", "emberline.cli.main", "serve", name, "--port", str(port)]
-        with Process([*command, "--data-dir", str(home_dir(os.environ))], folder / "serve.log") as process:
+        with Process([*command, "--data-dir", str(folder / "home")], folder / "serve.log") as process:
             wait_ready(process, port)
             url = f"http://127.0.0.1:{port}/v1/completions"
             own = {"base_url": url, "model": name, "num_concurrent": 4, "tokenizer_backend": "remote"}

@@ -1,5 +1,6 @@
 """Step time and KV capacity of a simulated worker, fitted from runs of the real engine; prefill token budgets."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -44,6 +45,10 @@ class Coefficients(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         """What a prefill chunk after the prompt's first `start` tokens adds to a step."""
         tiled = -(-n_tokens // self.tile) * self.tile
         return self.token_s * tiled + self.pair_s * n_tokens * (start + n_tokens / 2)
+
+    def batch_s(self, n_decoding: int, context: int, chunks: Sequence[tuple[int, int]]) -> float:
+        """A step with these prefill chunks: tokens, and the prompt's tokens before them."""
+        return self.decode_s(n_decoding, context) + sum(self.chunk_s(n, start) for n, start in chunks)
 
     def prefill_s(self, n_tokens: int, start: int = 0) -> float:
         """Prefill of a prompt alone on an idle worker."""

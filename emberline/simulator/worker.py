@@ -251,7 +251,7 @@ class SimWorker:
         if not self._is_running:
             return
         self._start_s, self._chunks, self._n_fused = self._clock.now_s, chunks, 1
-        self._step_s = model.decode_s(n, self._context) + sum(model.chunk_s(k, seq.done) for seq, k in chunks)
+        self._step_s = model.batch_s(n, self._context, [(k, seq.done) for seq, k in chunks])
         self._growth_s = model.context_s * n
         if not chunks:
             self._n_fused = self._steps_until_event()

@@ -5,6 +5,7 @@ its fingerprint and its files' sizes and times name it, and the library, since p
 packed. A file of another key is as good as none.
 """
 
+import fcntl
 import glob
 import json
 import logging
@@ -13,7 +14,6 @@ import os
 import shutil
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from hashlib import blake2b
@@ -26,7 +26,6 @@ from numpy.typing import NDArray
 MIN_BYTES = 32 << 20  # smaller models are packed in a moment
 ALIGNMENT = 4096  # of each matrix in the file
 FREE_SHARE = 0.5  # of the drive's free bytes that a file may take
-_ABANDONED_S = 3600.0  # nobody writes a partial file for so long
 _SUFFIX = ".packed"
 _MAGIC = b"emberline packed 1\n"
 _LENGTH_BYTES = 8
@@ -67,11 +66,12 @@ class PackedFile:
         self._new[name] = packed
 
     def save(self) -> threading.Thread | None:
-        """Write the matrices of this start on a thread, if they were packed and there is room for them."""
+        """Write the matrices of this start on a thread, if they were packed and there is room for them. A process that
+        ends finishes the file first, so that a model that is soon unloaded again is not packed at every load."""
         added, self._new = self._new, {}
         if sum(each.panels.nbytes for each in added.values()) < MIN_BYTES or self._stored:
             return None
-        thread = threading.Thread(target=self._write, args=(added,), daemon=True, name="packed-file")
+        thread = threading.Thread(target=self._write, args=(added,), name="packed-file")
         thread.start()
         return thread
 
@@ -84,6 +84,7 @@ class PackedFile:
             self._remove_others()
             with tempfile.NamedTemporaryFile(dir=self._path.parent, prefix=self._path.name, delete=False) as file:
                 try:
+                    fcntl.flock(file, fcntl.LOCK_EX)  # until this process ends: `_remove_others` leaves it alone
                     file.write(_header(self._key, places))
                     for name, packed in added.items():
                         file.seek(places[name]["offset"])
@@ -99,12 +100,13 @@ class PackedFile:
             _log.info("the packed weights are not kept beside the model: %s", error)
 
     def _remove_others(self) -> None:
-        """Remove files of this model for other kernels or of an earlier version, and what killed processes left."""
+        """Remove files of this model for other kernels or of an earlier version, and partial ones of killed processes."""
         stem = glob.escape(self._path.name.removesuffix(_SUFFIX).rpartition(".")[0])
         for other in self._path.parent.glob(f"{stem}.*{_SUFFIX}*"):
-            with suppress(OSError):
-                if other.suffix == _SUFFIX or time.time() - other.stat().st_mtime > _ABANDONED_S:
-                    other.unlink()
+            with suppress(OSError), other.open("rb") as file:
+                if other.suffix != _SUFFIX:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError: it is being written
+                other.unlink()
 
 
 def _files(model: Path) -> str:

@@ -1,6 +1,9 @@
 """Matrices packed once: the file beside a model gives the same ones again, or none."""
 
+import fcntl
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -97,6 +100,28 @@ def test_a_damaged_file_is_as_good_as_none(model: Path, library: Path) -> None:
     ):
         path.write_bytes(damaged)
         assert PackedFile.beside(model, "f1", library).find("second+third") is None
+
+
+def test_partial_files_of_killed_processes_are_removed_and_those_being_written_stay(
+    model: Path, library: Path
+) -> None:
+    abandoned, written = (model.parent / f".{model.name}.12345678.packed{name}" for name in ("abandoned", "written"))
+    abandoned.write_bytes(b"partial")
+    with written.open("wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        save(PackedFile.beside(model, "f1", library), matrices())
+    assert [path.name for path in kept(model) if path.suffix != ".packed"] == [written.name]
+
+
+def test_a_process_that_ends_finishes_the_file(model: Path, library: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from tests.kernels.cpu.test_packed_file import *\n"
+        "file = PackedFile.beside(Path(sys.argv[1]), 'f1', Path(sys.argv[2]))\n"
+        "for name, packed in matrices().items(): file.add(name, packed)\n"
+        "file.save()"
+    )
+    subprocess.run([sys.executable, "-c", code, model, library], check=True)
+    assert PackedFile.beside(model, "f1", library).find("first") is not None
 
 
 def test_small_models_are_not_kept(model: Path, library: Path) -> None:
