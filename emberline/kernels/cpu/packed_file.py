@@ -100,7 +100,7 @@ class PackedFile:
             _log.info("the packed weights are not kept beside the model: %s", error)
 
     def _remove_others(self) -> None:
-        """Remove this model's files for other kernels or of an earlier version, and partial ones of killed processes."""
+        """Remove this model's files for other kernels or of an earlier version, and what killed processes left."""
         stem = glob.escape(self._path.name.removesuffix(_SUFFIX).rpartition(".")[0])
         for other in self._path.parent.glob(f"{stem}.*{_SUFFIX}*"):
             with suppress(OSError), other.open("rb") as file:

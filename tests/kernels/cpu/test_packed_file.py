@@ -102,9 +102,7 @@ def test_a_damaged_file_is_as_good_as_none(model: Path, library: Path) -> None:
         assert PackedFile.beside(model, "f1", library).find("second+third") is None
 
 
-def test_partial_files_of_killed_processes_are_removed_and_those_being_written_stay(
-    model: Path, library: Path
-) -> None:
+def test_partial_files_of_killed_processes_are_removed_and_those_being_written_stay(model: Path, library: Path) -> None:
     abandoned, written = (model.parent / f".{model.name}.12345678.packed{name}" for name in ("abandoned", "written"))
     abandoned.write_bytes(b"partial")
     with written.open("wb") as file:
