@@ -97,7 +97,6 @@ def run(args: argparse.Namespace) -> int:
         from emberline.engine.planning.layout_plan import Planner, Workload
         from emberline.engine.planning.layout_search import compare
         from emberline.engine.worker.build import GPU_DEFAULTS
-        from emberline.models.vision.loading import tower_bytes
 
     limits = Limits(
         context_len=checkpoint.config.context_len,
@@ -121,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         planner = Planner(
             checkpoint, gpu, limits, config.engine.kv_bytes or None, share, args.drive, drafting, asked,
-            tower_bytes(_tower(args.model, store)), config.engine.weights,
+            _tower(args.model, store), config.engine.weights,
         )  # fmt: skip
         found = compare(planner, count, workload, layouts, args.context)
     except BadCheckpoint as error:
@@ -280,7 +279,7 @@ def _print_memory(plan: "LayoutPlan") -> None:
     print("Memory of a GPU" + (f" of the fullest stage (layers {_layers(fullest)}):" if several else ":"))
     rows = [
         ("  weights", fullest.weights_bytes, _of_weights(plan, fullest)),
-        ("  vision tower", fullest.tower_bytes, "on one GPU" if plan.gpus > 1 else ""),
+        ("  vision tower", fullest.tower_bytes, "divided like the layers" if plan.layout.tp > 1 else ""),
         (
             "  KV cache",
             fullest.kv_bytes,
@@ -288,6 +287,7 @@ def _print_memory(plan: "LayoutPlan") -> None:
             + (f", {drafts}" if (drafts := _of_drafter(fullest.draft_kv_bytes)) else ""),
         ),
         ("  workspace", fullest.workspace_bytes, "activations of a step"),
+        ("  images", fullest.image_bytes, "rows that are kept, an encoding"),
         ("  state", fullest.state_bytes, "block tables, sampler"),
         ("  reserve", fullest.reserve_bytes, "CUDA graphs, libraries"),
         ("  collectives", fullest.collective_bytes, "NCCL, memory that other ranks map"),

@@ -200,7 +200,7 @@ class TorchBackend:
     def project(
         self, x: Tensor, matrix: TorchMatrix, out: Tensor, norm: Tensor | None, eps: float, *, add: bool
     ) -> None:
-        """Write x times the matrix, which every rank has whole, to out, or add it. With a norm x is normed first."""
+        """Write x times the matrix to out, or add it. With a norm x is normed first."""
         result = self._multiply(x if norm is None else rms_norm(x, norm, eps), matrix)
         out.copy_(out + result if add else result)
 

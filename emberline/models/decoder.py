@@ -307,7 +307,7 @@ class Decoder:
         x = self._backend.embed(self._embedding, step.token_ids, self.config.embedding_scale, first)
         if (images := step.images) is not None:
             if self._backend.groups.tp.size > 1:
-                self._backend.groups.tp.all_reduce(images.rows)  # zeros on all ranks but that of the tower
+                self._backend.groups.tp.all_reduce(images.rows)  # each rank has some of their columns
             x[images.tokens] = images.rows[:, : x.shape[1]].to(x.dtype)
         return x
 

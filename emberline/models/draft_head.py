@@ -3,8 +3,9 @@
 The entry of the head's KV cache at position p is made of the target's hidden state at p - 1 and of the token at p. It
 depends on no later token, so blocks of it are cached and moved like any others, under the same content keys.
 
-In a rank group the ranks that sample have the head, divided as the model is: attention heads, MLP and vocabulary. `fc`
-and MLA's first projections are whole on every rank. The other stages of a pipeline pass on the states that it taps.
+In a rank group the ranks that sample have the head, divided as the model is: attention heads, MLP and vocabulary. Each
+has some rows of `fc`, whose results are gathered; MLA's first projections are whole on every rank. The other stages of
+a pipeline pass on the states that it taps.
 """
 
 from collections.abc import Sequence
@@ -46,7 +47,10 @@ class DraftHead:
         self._scale: float = 1.0 if own else model.config.embedding_scale
         self._first_id = model.shard.rank.vocabulary(config.vocab_size)[0]  # of the embedding's rows here
         parts = torch.split(head.fc.weight.detach(), config.tapped_size, dim=1)  # of each tap
-        self._combine = [backend.load_matrix([part.whole(each)]) for each in parts]
+        tp = model.shard.layout.tp
+        divides = tp > 1 and config.hidden_size % tp == 0
+        self._own_size = config.hidden_size // tp if divides else config.hidden_size  # columns of `fc`'s results here
+        self._combine = [backend.load_matrix([part.rows(each) if divides else part.whole(each)]) for each in parts]
         norms = head.fc_norm if config.fc_norm else [None] * len(parts)
         self._tap_norms = [None if norm is None else backend.load_vector(part.whole(norm)) for norm in norms]
         first, *others = head.all_layers
@@ -145,11 +149,24 @@ class DraftHead:
         hidden = states[0].new_empty(len(states[0]), self.hidden_size)
         for n, state in enumerate(states):
             self.add_tap(n, state, hidden)
+        self.gather_taps(hidden, torch.empty_like(hidden))
         return hidden
 
     def add_tap(self, n: int, state: Tensor, hidden: Tensor) -> None:
-        """The share of tap n in the hidden states; that of the first is written, those of the others are added."""
-        self._backend.project(state, self._combine[n], hidden, self._tap_norms[n], self._eps, add=n > 0)
+        """The share of tap n in the hidden states; that of the first is written, those of the others are added. In a
+        rank group `hidden` begins with this rank's columns until `gather_taps`."""
+        self._backend.project(state, self._combine[n], self._own(hidden), self._tap_norms[n], self._eps, add=n > 0)
+
+    def gather_taps(self, hidden: Tensor, scratch: Tensor) -> None:
+        """Complete the hidden states by other ranks' columns. scratch: memory of the same size."""
+        if self._own_size < self.hidden_size:
+            group, own = self._backend.groups.tp, self._own(hidden)
+            everyone = group.all_gather(own, scratch.view(group.size, *own.shape))  # [ranks, tokens, own]
+            hidden.view(len(hidden), group.size, -1).copy_(everyone.transpose(0, 1))
+
+    def _own(self, hidden: Tensor) -> Tensor:
+        """This rank's columns, before all are gathered: contiguous at the beginning of the hidden states' memory."""
+        return hidden.view(-1)[: len(hidden) * self._own_size].view(len(hidden), self._own_size)
 
     @torch.inference_mode()
     def extend(self, step: StepInputs, hidden: Tensor, pool: Tensor) -> Tensor:
@@ -191,28 +208,29 @@ class GpuDraftHead(DraftHead):
         super().__init__(head, model)
         self.group = len(model.kv_groups)  # number of its KV group
 
-    def write_entries(self, step: StepInputs, hidden: Tensor, pool: Tensor, embeds: Tensor) -> None:
-        """Entries for the step's tokens, and nothing else. embeds: memory for their embeddings; `hidden` is lost."""
+    def write_entries(self, step: StepInputs, hidden: Tensor, pool: Tensor) -> None:
+        """Entries for the step's tokens, and nothing else. `hidden` is lost."""
         attn = self.layer.attention
         step = replace(step.of_tokens(), block_tables=step.block_tables[self.group :])
         if self._others or isinstance(attn, LatentAttention):  # the entries of later layers need what these attend to
-            self.extend_in_place(step, hidden, pool, embeds)
+            self.extend_in_place(step, hidden, pool)
             return
         context = self._backend.rotate_only(step, pool, self._rope, self.group)
-        self._backend.write_kv(self._projected(step, hidden, embeds), attn, context)
+        self._backend.write_kv(self._projected(step, hidden), attn, context)
 
-    def extend_in_place(self, step: StepInputs, x: Tensor, pool: Tensor, embeds: Tensor) -> None:
+    def extend_in_place(self, step: StepInputs, x: Tensor, pool: Tensor) -> None:
         """Do what `extend` does in place: x becomes the outputs."""
         context = self._backend.begin_step(step, [pool], (self.kv_group,), [self._rope], self.group)
-        self._embed(step, embeds)
-        self._run(x, embeds, context)
+        self._run(x, self._embeds(step), context)
 
-    def _embed(self, step: StepInputs, embeds: Tensor) -> None:
-        self._backend.embed(self._embedding, step.token_ids, self._scale, self._first_id, out=embeds)
+    def _embeds(self, step: StepInputs) -> Tensor:
+        """Embeddings of the step's tokens, in memory that the attention's first projection still spares."""
+        out = self._backend.draft_embeds(len(step.token_ids), self.hidden_size)
+        embeds: Tensor = self._backend.embed(self._embedding, step.token_ids, self._scale, self._first_id, out=out)
+        return embeds
 
-    def _projected(self, step: StepInputs, hidden: Tensor, embeds: Tensor) -> Tensor:
-        self._embed(step, embeds)
-        attn = self.layer.attention
+    def _projected(self, step: StepInputs, hidden: Tensor) -> Tensor:
+        attn, embeds = self.layer.attention, self._embeds(step)
         projected: Tensor = self._backend.joint_projection(embeds, self._embed_norm, self._of_embedding, hidden, attn)
         return projected
 

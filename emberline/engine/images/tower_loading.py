@@ -11,6 +11,7 @@ import torch
 from emberline.engine.images.prompt_images import CPU_STEP_PIXELS, GPU_STEP_PIXELS, PromptImages
 from emberline.engine.images.row_cache import AbsentRows, RowCache
 from emberline.engine.images.step_images import ImageRows
+from emberline.models.vision.encoder import encoding_bytes
 from emberline.models.vision.loading import load_tower
 from emberline.protocol.images import ImageProcessor
 from emberline.weights.model_config import BadCheckpoint
@@ -31,9 +32,9 @@ class Images:
 
 
 def open_images(config: TowerConfig, args: argparse.Namespace, model: Any, device: str) -> Images | None:
-    """Load the tower of a checkpoint on rank 0. Returns None, and says why in the log, if the engine takes no images.
+    """Load the tower of a checkpoint. Returns None, and says why in the log, if the engine takes no images.
 
-    Other ranks of the first stage get the rows from rank 0 during a step, by a sum with their zeros."""
+    The ranks of the first stage divide the tower; those of later stages need none."""
     processor = config.processor
     why = _refusal(args, model, config)
     if why is not None:
@@ -42,22 +43,29 @@ def open_images(config: TowerConfig, args: argparse.Namespace, model: Any, devic
     on_gpu = device.startswith("cuda")
     dtype = torch.bfloat16 if on_gpu else torch.float32
     whole, mrope = processor.family in WHOLE_IMAGES, bool(model.config.mrope_sections)
-    if args.rank:
+    shard = model.shard
+    if shard.position.stage:
         absent = AbsentRows(config.hidden * (1 + len(config.deepstack)), dtype, device)
         return Images(processor, ImageRows(absent, processor, whole, mrope), PromptImages())
-    tower = load_tower(args.model, device=device, dtype=dtype, deterministic=args.deterministic)
+    group = shard.groups.tp
+    tower = load_tower(args.model, device=device, dtype=dtype, deterministic=args.deterministic, group=group)
     if tower is None:
         return None
     if tower.hidden != model.config.hidden_size:
         message = f"its projector makes rows of {tower.hidden} numbers, the model has {model.config.hidden_size}"
         raise BadCheckpoint(f"the checkpoint's vision tower does not belong to its language model: {message}")
-    threads = 0 if on_gpu else args.threads or len(os.sched_getaffinity(0))
+    threads = 0 if on_gpu else args.threads or max(1, len(os.sched_getaffinity(0)) // group.size)
     row_bytes, largest = GPU_ROW_BYTES if on_gpu else CPU_ROW_BYTES, processor.largest_tile
-    cache = RowCache(tower, processor.n_rows, row_bytes, device, threads, largest)
+    cache = RowCache(tower, processor.n_rows, row_bytes, device, threads, largest, group)
     rows = ImageRows(cache, processor, whole, mrope)
     pixels = GPU_STEP_PIXELS if on_gpu else CPU_STEP_PIXELS
     _log.info("images are encoded by a tower of %.2f GiB", tower.n_bytes / (1 << 30))
     return Images(processor, rows, PromptImages(processor, cache, pixels, whole))
+
+
+def image_bytes(config: TowerConfig, n_ranks: int) -> int:
+    """Bytes of a GPU for rows that are kept and for an encoding, as `RowCache.measured_bytes` finds them."""
+    return GPU_ROW_BYTES // n_ranks + encoding_bytes(config, torch.bfloat16, n_ranks)
 
 
 def _refusal(args: argparse.Namespace, model: Any, config: TowerConfig) -> str | None:

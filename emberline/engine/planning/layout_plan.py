@@ -14,6 +14,7 @@ import msgspec
 
 from emberline.engine import composition
 from emberline.engine.core.limits import Limits
+from emberline.engine.images.tower_loading import image_bytes
 from emberline.engine.planning.hardware import GIB, Gpu
 from emberline.engine.planning.step_time import StageWork, Step, StepSeconds
 from emberline.engine.runners.gpu.memory_budget import device_memory_budget
@@ -26,6 +27,7 @@ from emberline.models.draft_head import GpuDraftHead
 from emberline.models.draft_model import DraftModel
 from emberline.models.registry import lay_out
 from emberline.models.shard import Shard, check_layout, loopback_groups
+from emberline.models.vision.loading import tower_bytes
 from emberline.protocol.block_hash import KVGroup
 from emberline.protocol.errors import BadInput
 from emberline.protocol.parallel_layout import Layout, Position, StageSplit
@@ -33,6 +35,7 @@ from emberline.weights.model_config import ModelConfig
 from emberline.weights.outline import TensorSource, layer_kinds
 from emberline.weights.stage_balance import ModelCost, balance_stages, predict_cost
 from emberline.weights.tensors import FORMATS
+from emberline.weights.vision_config import TowerConfig
 
 DECODE_BATCHES = (1, 8, 32, 64, 256)
 DRIVE_GB_S = 3.0
@@ -66,7 +69,8 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True):
     kv_bytes: int  # with that of a draft head or model
     draft_weights_bytes: int = 0
     draft_kv_bytes: int = 0
-    tower_bytes: int = 0  # of the stage's first GPU: the vision tower, which no other GPU has
+    tower_bytes: int = 0  # the GPU's share of the vision tower: of the first stage
+    image_bytes: int = 0  # rows of images that are kept, and memory to encode one
 
 
 class DecodeSplit(msgspec.Struct, frozen=True, kw_only=True):
@@ -136,6 +140,19 @@ class _Stage(NamedTuple):
         return 0 if self.head is None else draft_weight_bytes(self.head)
 
 
+class _TowerShare(NamedTuple):
+    """Bytes of a vision tower on a GPU of the first stage, and those that encoding needs beside it."""
+
+    weights: int
+    images: int
+
+    @classmethod
+    def of(cls, config: TowerConfig | None, layout: Layout) -> "_TowerShare":
+        if config is None:
+            return cls(0, 0)
+        return cls(tower_bytes(config, n_ranks=layout.tp), image_bytes(config, layout.tp))
+
+
 class Planner:
     """Plans layouts of one model on one kind of GPU. Kinds of layers are laid out once for layouts that share them."""
 
@@ -149,14 +166,14 @@ class Planner:
         drive_gb_s: float = DRIVE_GB_S,
         drafting: Callable[[Decoder], GpuDraftHead | DraftModel] | None = None,
         features: Collection[str] = (),
-        tower_bytes: int = 0,
+        tower: TowerConfig | None = None,
         weights: WeightStorage = "plain",
     ) -> None:
         """drafting: the head or model that drafts for a model, without memory as the model itself is. features: names
-        of what is asked for besides layouts (`engine.composition`). tower_bytes: of the model's vision tower.
+        of what is asked for besides layouts (`engine.composition`). tower: the model's vision tower.
         weights: how BF16 matrices are kept in a GPU's memory."""
         self._weights = weights
-        self._tower_bytes = tower_bytes
+        self._tower = tower
         self._features = {*features, "gpu"}
         self.source, self.gpu, self.limits = source, gpu, limits
         self._drafting = drafting
@@ -176,7 +193,7 @@ class Planner:
     def checkpoint_bytes(self) -> int:
         cost = self.cost
         layers = sum(layer.n_bytes for layer in cost.layers)
-        return layers + cost.embedding.n_bytes + cost.head.n_bytes + self._tower_bytes
+        return layers + cost.embedding.n_bytes + cost.head.n_bytes + tower_bytes(self._tower)
 
     @property
     def is_quantized(self) -> bool:
@@ -198,7 +215,8 @@ class Planner:
         split = balance_stages(self.cost, layout.pp)
         compress = self._compresses(layout, split)
         parts = [self._stage(layout, split, stage, compress) for stage in range(layout.pp)]
-        towers = [self._tower_bytes, *[0] * (layout.pp - 1)]  # rows of images are embeddings: the first stage's
+        # Rows of images are embeddings: the first stage divides the tower.
+        towers = [_TowerShare.of(self._tower, layout), *[_TowerShare(0, 0)] * (layout.pp - 1)]
         memory = [self._memory(part, layout, tower) for part, tower in zip(parts, towers, strict=True)]
         blocks = _common_blocks(parts, memory, self.limits)
         stages, chunk = [], self.limits.token_budget
@@ -209,7 +227,7 @@ class Planner:
                 StagePlan(
                     layers=(model.shard.layers.start, model.shard.layers.stop),
                     context_bytes=int(self.gpu.context_gib * GIB),
-                    weights_bytes=weights - tower,
+                    weights_bytes=weights - tower.weights,
                     workspace_bytes=step.workspace,
                     state_bytes=step.state,
                     reserve_bytes=step.reserve,
@@ -217,7 +235,8 @@ class Planner:
                     kv_bytes=sum(sizes),
                     draft_weights_bytes=part.draft_weights,
                     draft_kv_bytes=sum(sizes[n_own:]),
-                    tower_bytes=tower,
+                    tower_bytes=tower.weights,
+                    image_bytes=tower.images,
                 )
             )
         kv_tokens = min(map(all_sequences, blocks))
@@ -245,7 +264,7 @@ class Planner:
             memory_bytes=int(self._share * self.gpu.memory),
             stages=tuple(stages),
             stage_imbalance=self.cost.imbalance(split),
-            weights_bytes=layout.tp * sum(stage.weights_bytes for stage in stages) + self._tower_bytes,
+            weights_bytes=layout.tp * sum(stage.weights_bytes + stage.tower_bytes for stage in stages),
             kv_bytes=kv_bytes,
             kv_bytes_per_token=kv_bytes / kv_tokens,
             kv_tokens=kv_tokens,
@@ -280,7 +299,8 @@ class Planner:
     def _room(self, layout: Layout, split: StageSplit, stage: int) -> Room:
         """Bytes of a GPU of the stage, as a worker there counts them."""
         plain, packed = (self._stage(layout, split, stage, compress) for compress in (False, True))
-        taken = weight_bytes(plain.model) + plain.draft_weights + (0 if stage else self._tower_bytes)
+        tower = _TowerShare(0, 0) if stage else _TowerShare.of(self._tower, layout)
+        taken = weight_bytes(plain.model) + plain.draft_weights + sum(tower)
         free = self.gpu.memory - int(self.gpu.context_gib * GIB) - taken
         limits = bound_context(self.limits, plain.model, max(0, free))
         step = StepMemory.of(plain.model, limits, speculates=True, head=plain.head)
@@ -296,14 +316,14 @@ class Planner:
         model = lay_out(self.source, self._kinds, shard, made, compress)
         return _Stage(model, None if self._drafting is None else self._drafting(model))
 
-    def _memory(self, part: _Stage, layout: Layout, tower_bytes: int) -> tuple[StepMemory, int, int]:
+    def _memory(self, part: _Stage, layout: Layout, tower: "_TowerShare") -> tuple[StepMemory, int, int]:
         """Memory of steps, bytes of weights with a tower's, and bytes left for KV: of the stage's fullest GPU."""
-        weights, total = weight_bytes(part.model) + part.draft_weights + tower_bytes, self.gpu.memory
+        weights, total = weight_bytes(part.model) + part.draft_weights + tower.weights, self.gpu.memory
         free = total - int(self.gpu.context_gib * GIB) - weights
         step = StepMemory.of(part.model, bound_context(self.limits, part.model, free), speculates=True, head=part.head)
-        room = int(self._share * total) - total + free - step.total
+        room = int(self._share * total) - total + free - step.total - tower.images
         if room <= 0:
-            needed = f"weights take {weights / GIB:.1f} GiB of a GPU, steps {step.total / GIB:.1f}"
+            needed = f"weights take {weights / GIB:.1f} GiB of a GPU, steps {(step.total + tower.images) / GIB:.1f}"
             raise DoesNotFit(
                 f"{layout.name}: {needed}, of {self._share * total / GIB:.1f}: {-room / GIB:.1f} GiB too many,"
                 " before any KV",
@@ -311,8 +331,8 @@ class Planner:
             )
         try:
             budget = device_memory_budget(
-                total, free, weights, step.workspace, step.state, step.reserve + step.collectives, weights,
-                self._kv_bytes, self._share,
+                total, free, weights, step.workspace, step.state, step.reserve + step.collectives + tower.images,
+                weights, self._kv_bytes, self._share,
             )  # fmt: skip
             split_bytes(part.kv_groups, budget.kv, self.limits.token_budget, self.limits.max_running)
         except BadInput as error:  # too little for the KV that was asked for, or for any

@@ -13,6 +13,7 @@ from emberline.protocol.errors import BadInput
 from emberline.protocol.parallel_layout import MAX_RANKS, Layout, divisors, nearest_divisors
 from emberline.weights.model_config import BadCheckpoint, ModelConfig
 from emberline.weights.outline import TensorSource
+from emberline.weights.vision_config import TowerConfig
 
 SMALL = 2 << 30  # bytes that steps of fewer tokens or sequences may save
 QUANTIZED = {"FP8": 0.52, "INT4": 0.29}  # bytes of a quantized checkpoint over those of a bf16 one
@@ -39,11 +40,11 @@ def recommend(
     count: int,
     limits: Limits,
     workload: Workload | None = None,
-    tower_bytes: int = 0,
+    tower: TowerConfig | None = None,
 ) -> Layout:
     """Find the layout for `serve --gpus auto`; `count // layout.n_ranks` replicas have it. Raises BadInput if no layout
     holds the model."""
-    planner = Planner(source, gpu, limits, tower_bytes=tower_bytes)
+    planner = Planner(source, gpu, limits, tower=tower)
     return compare(planner, count, workload or Workload()).plans[0].layout
 
 

@@ -47,7 +47,6 @@ def _recommend(args: argparse.Namespace) -> Layout:
     from emberline.engine.planning.layout_plan import Workload
     from emberline.engine.planning.layout_search import recommend
     from emberline.engine.worker.build import GPU_DEFAULTS
-    from emberline.models.vision.loading import tower_bytes
 
     checkpoint: Checkpoint = open_checkpoint(args.model)
     config = checkpoint.config
@@ -65,7 +64,7 @@ def _recommend(args: argparse.Namespace) -> Layout:
         output_tokens=min(Workload().output_tokens, most // 2),
         split=(int(prefill), int(decode)) if args.workers else None,
     )
-    return recommend(checkpoint, gpu, count, limits, workload, tower_bytes(read_tower_config(args.model)))
+    return recommend(checkpoint, gpu, count, limits, workload, read_tower_config(args.model))
 
 
 def _gpus(text: str) -> tuple[int, Gpu]:

@@ -146,7 +146,7 @@ class Leader:
             raise DeviceLost(f"the followers do not take plans: {error}") from None
 
     def publish_plan(self, plan: StepPlan) -> None:
-        """Send a plan to all followers, without the pixels of images: rank 0 encodes them."""
+        """Send a plan to all followers, without the pixels of images: rank 0 embeds their patches."""
         if any(admission.request.images for admission in plan.admissions):
             plan = replace(plan, admissions=[_without_pixels(admission) for admission in plan.admissions])
         self.publish(Launch(plan))

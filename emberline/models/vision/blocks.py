@@ -2,9 +2,11 @@
 
 Patches of a tile stand in the order of the squares that the projector merges, row by row, and row by row within a
 square. The squares of a tile are then consecutive: merging is a view.
+
+In a rank group each rank has some heads and some of each MLP's width, as in the language model. The outputs of all
+ranks add up to the layer's.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -13,11 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from emberline.kernels.collectives import Collectives, NoCollectives
 from emberline.weights.model_config import BadCheckpoint
 from emberline.weights.tensors import Weight
 from emberline.weights.vision_config import TowerConfig
 
 Grid = tuple[int, int]  # rows and columns of patches
+MLP_UNIT = 16  # columns of an MLP are divided in runs of so many: matrix products want aligned rows
 
 
 class Linear(NamedTuple):
@@ -41,11 +45,40 @@ class Norm(NamedTuple):
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
 
-class TowerWeights:
-    """The tower's tensors on a device. Each is taken once, by canonical name and shape."""
+class DividedMLP(NamedTuple):
+    """An MLP of two layers, or three with a gate, of which a rank has some of the inner width."""
 
-    def __init__(self, tensors: Mapping[str, Weight], device: torch.device | str, dtype: torch.dtype) -> None:
-        self.device, self.dtype = device, dtype
+    up: Linear
+    gate: Linear | None
+    down: Linear
+    activation: str  # of `activate`
+    group: Collectives
+
+    def __call__(self, x: Tensor) -> Tensor:
+        inner = activate(self.activation, (self.gate or self.up)(x))
+        return total(self.down(inner * self.up(x) if self.gate is not None else inner), self.group)
+
+
+def total(x: Tensor, group: Collectives) -> Tensor:
+    """Replace x by its sum over all ranks, and return it."""
+    if group.size > 1:
+        group.all_reduce(x)
+    return x
+
+
+class TowerWeights:
+    """The tower's tensors on a device. Each is taken once, by canonical name and shape; a rank of a group takes its
+    share of some."""
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Weight],
+        device: torch.device | str,
+        dtype: torch.dtype,
+        group: Collectives | None = None,
+    ) -> None:
+        """group: of the ranks that divide the tower; None: one rank has all of it."""
+        self.device, self.dtype, self.group = device, dtype, group or NoCollectives()
         self.n_bytes = 0  # of what has been taken
         self._left = dict(tensors)
 
@@ -53,21 +86,49 @@ class TowerWeights:
         """True if the checkpoint has a tensor of this name."""
         return name in self._left
 
+    def share(self, size: int, unit: int = 1) -> slice:
+        """This rank's part of a dimension in runs of `unit`. No rank's part is larger than the last rank's."""
+        n, rank, of = -(-size // unit), self.group.rank, self.group.size
+        return slice(unit * (n * rank // of), min(size, unit * (n * (rank + 1) // of)))
+
     def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Read a tensor. Raises BadCheckpoint if it is missing or has another shape."""
-        weight = self._left.pop(name, None)
-        if weight is None:
-            raise BadCheckpoint(f"tensor {name!r} of the vision tower is missing")
-        if weight.shape != shape:
-            raise BadCheckpoint(
-                f"tensor {name!r} of the vision tower has shape {weight.shape}, but its configuration implies {shape}"
-            )
-        self.n_bytes += math.prod(shape) * (dtype or self.dtype).itemsize
-        return weight.tensor(dtype or self.dtype, self.device)
+        return self._count(self._read(name, shape, dtype or self.dtype))
+
+    def take_rows(self, name: str, *shape: int, rows: Sequence[slice]) -> Tensor:
+        """Read some rows of a tensor."""
+        whole = self._read(name, shape, self.dtype)
+        return self._count(whole if self.group.size == 1 else torch.cat([whole[part] for part in rows]))
 
     def linear(self, name: str, n_out: int, n_in: int, *, bias: bool = True) -> Linear:
         """Read a linear layer."""
-        return Linear(self.take(f"{name}.weight", n_out, n_in), self.take(f"{name}.bias", n_out) if bias else None)
+        return self.rows(name, n_out, n_in, [slice(0, n_out)], bias=bias)
+
+    def rows(self, name: str, n_out: int, n_in: int, rows: Sequence[slice], *, bias: bool = True) -> Linear:
+        """Read some outputs of a linear layer."""
+        weight = self.take_rows(f"{name}.weight", n_out, n_in, rows=rows)
+        return Linear(weight, self.take_rows(f"{name}.bias", n_out, rows=rows) if bias else None)
+
+    def columns(self, name: str, n_out: int, n_in: int, columns: slice, *, bias: bool = True) -> Linear:
+        """Read some inputs of a linear layer. Rank 0 has the bias, which the sum of all ranks has once."""
+        weight = self._read(f"{name}.weight", (n_out, n_in), self.dtype)
+        own = self._count(weight if self.group.size == 1 else weight[:, columns].contiguous())
+        added = self.take(f"{name}.bias", n_out) if bias else None
+        return Linear(own, None if self.group.rank else added)
+
+    def mlp(
+        self, up: str, gate: str, down: str, widths: tuple[int, int, int], activation: str, *, bias: bool = True
+    ) -> DividedMLP:
+        """Read an MLP. widths: in, inner and out. gate: empty if it has none."""
+        n_in, inner, n_out = widths
+        own = self.share(inner, MLP_UNIT)
+        return DividedMLP(
+            self.rows(up, inner, n_in, [own], bias=bias),
+            self.rows(gate, inner, n_in, [own], bias=bias) if gate else None,
+            self.columns(down, n_out, inner, own, bias=bias),
+            activation,
+            self.group,
+        )
 
     def norm(self, name: str, width: int, eps: float, *, bias: bool = True) -> Norm:
         """Read a LayerNorm, or an RMSNorm without a bias."""
@@ -80,6 +141,20 @@ class TowerWeights:
         rows = weight.permute(0, 2, 3, 1).reshape(config.width, -1).contiguous()
         return Linear(rows, self.take("v.patch_embd.bias", config.width) if bias else None)
 
+    def _read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        weight = self._left.pop(name, None)
+        if weight is None:
+            raise BadCheckpoint(f"tensor {name!r} of the vision tower is missing")
+        if weight.shape != shape:
+            raise BadCheckpoint(
+                f"tensor {name!r} of the vision tower has shape {weight.shape}, but its configuration implies {shape}"
+            )
+        return weight.tensor(dtype, self.device)
+
+    def _count(self, tensor: Tensor) -> Tensor:
+        self.n_bytes += tensor.nbytes
+        return tensor
+
     def check_all_taken(self) -> None:
         """Raise BadCheckpoint if tensors are left over: without them the tower would give wrong rows."""
         if self._left:
@@ -90,13 +165,11 @@ class TowerWeights:
 class OutlineWeights(TowerWeights):
     """Tensors of every name and shape, without memory: to count the bytes of a tower that is not here."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__({}, "meta", dtype)
+    def __init__(self, dtype: torch.dtype, group: Collectives | None = None) -> None:
+        super().__init__({}, "meta", dtype, group)
 
-    def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Count a tensor."""
-        self.n_bytes += math.prod(shape) * (dtype or self.dtype).itemsize
-        return torch.empty(shape, dtype=dtype or self.dtype, device="meta")
+    def _read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
 
 
 class Patches:
@@ -158,38 +231,39 @@ def frequencies(theta: float, dim: int, device: torch.device | str) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A pre-norm transformer block with bidirectional attention within each tile."""
+    """A pre-norm transformer block with bidirectional attention within each tile, or a rank's share of one."""
 
-    config: TowerConfig
+    head_dim: int
     norm: Norm
     qkv: Linear
     out: Linear
     mlp_norm: Norm
-    up: Linear
-    gate: Linear | None
-    down: Linear
+    mlp: DividedMLP
+    group: Collectives
 
     @classmethod
     def read(
         cls, weights: TowerWeights, number: int, config: TowerConfig, *, fused: bool = False, plain: bool = False
     ) -> "Block":
         """Read a block. `fused`: one matrix makes q, k and v; `plain`: RMSNorm, a gated MLP, and no biases."""
-        name, width, mlp, bias = f"v.blk.{number}", config.width, config.mlp_size, not plain
+        name, width, bias = f"v.blk.{number}", config.width, not plain
+        own = weights.share(width, config.head_dim)
         if fused:
-            qkv = weights.linear(f"{name}.attn_qkv", 3 * width, width)
+            rows = [slice(n * width + own.start, n * width + own.stop) for n in range(3)]
+            qkv = weights.rows(f"{name}.attn_qkv", 3 * width, width, rows)
         else:
-            parts = [weights.linear(f"{name}.attn_{part}", width, width, bias=bias) for part in "qkv"]
+            parts = [weights.rows(f"{name}.attn_{part}", width, width, [own], bias=bias) for part in "qkv"]
             biases = [part.bias for part in parts if part.bias is not None]
             qkv = Linear(torch.cat([part.weight for part in parts]), torch.cat(biases) if biases else None)
+        names = f"{name}.ffn_up", f"{name}.ffn_gate" if plain else "", f"{name}.ffn_down"
         return cls(
-            config=config,
+            head_dim=config.head_dim,
             norm=weights.norm(f"{name}.ln1", width, config.norm_eps, bias=bias),
             qkv=qkv,
-            out=weights.linear(f"{name}.attn_out", width, width, bias=bias),
+            out=weights.columns(f"{name}.attn_out", width, width, own, bias=bias),
             mlp_norm=weights.norm(f"{name}.ln2", width, config.norm_eps, bias=bias),
-            up=weights.linear(f"{name}.ffn_up", mlp, width, bias=bias),
-            gate=weights.linear(f"{name}.ffn_gate", mlp, width, bias=bias) if plain else None,
-            down=weights.linear(f"{name}.ffn_down", width, mlp, bias=bias),
+            mlp=weights.mlp(*names, (width, config.mlp_size, width), config.activation, bias=bias),
+            group=weights.group,
         )
 
     def with_qkv(self, qkv: Linear) -> "Block":
@@ -197,19 +271,20 @@ class Block:
         return replace(self, qkv=qkv)
 
     def __call__(self, x: Tensor, runs: Sequence["Run"], rotation: Rotation | None) -> Tensor:  # [patches, width]
-        x = x + self.out(self._attend(self.qkv(self.norm(x)), runs, rotation))
-        y = self.mlp_norm(x)
-        inner = activate(self.config.activation, (self.gate or self.up)(y))
-        return x + self.down(inner * self.up(y) if self.gate is not None else inner)
+        x = x + total(self.out(self._attend(self.qkv(self.norm(x)), runs, rotation)), self.group)
+        return x.add_(self.mlp(self.mlp_norm(x)))
 
     def _attend(self, qkv: Tensor, runs: Sequence["Run"], rotation: Rotation | None) -> Tensor:
-        heads, dim = self.config.n_heads, self.config.head_dim
-        parts = qkv.view(-1, 3, heads, dim)
+        dim = self.head_dim
+        heads = qkv.shape[1] // (3 * dim)  # none on a rank of a group with more ranks than heads
+        parts = qkv.view(len(qkv), 3, heads, dim)
         v = parts[:, 2]
         q, k = (parts[:, :2] if rotation is None else rotation(parts[:, :2])).unbind(1)
         out = torch.empty_like(v, memory_format=torch.contiguous_format)
-        for start, stop, n_tiles in runs:
-            queries, keys, values = (x[start:stop].view(n_tiles, -1, heads, dim).transpose(1, 2) for x in (q, k, v))
+        for start, stop, n_tiles in runs if heads else ():
+            queries, keys, values = (
+                x[start:stop].view(n_tiles, (stop - start) // n_tiles, heads, dim).transpose(1, 2) for x in (q, k, v)
+            )
             attended = F.scaled_dot_product_attention(queries, keys, values)  # [tiles, heads, patches, dim]
             out[start:stop] = attended.transpose(1, 2).flatten(0, 1)
         return out.flatten(1)

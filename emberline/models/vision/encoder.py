@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from emberline.models.vision.blocks import Block, Grid, Linear, Patches, Rotation, TowerWeights, runs_of
+from emberline.models.vision.blocks import Block, Grid, Linear, Patches, Rotation, TowerWeights, runs_of, total
 from emberline.weights.vision_config import TowerConfig
 
 MAX_PASS_PATCHES = 16_384  # a larger tile has a pass of its own
@@ -18,7 +18,7 @@ class TowerEncoder(ABC):
     def __init__(self, config: TowerConfig, weights: TowerWeights, deterministic: bool = False) -> None:
         """Reads the weights. `deterministic`: a tile's rows are the same bits whatever it is encoded with."""
         self.config, self.deterministic = config, deterministic
-        self._device = weights.device
+        self._device, self._group = weights.device, weights.group
         self._patches = Patches(config, weights.device, weights.dtype)
         self._embed, self._blocks = self.read_encoder(weights)
         self.read_projector(weights)
@@ -42,7 +42,10 @@ class TowerEncoder(ABC):
 
     @torch.inference_mode()
     def encode(self, tiles: Sequence[Tensor]) -> Tensor:  # uint8 [height, width, 3] each
-        """Rows of all tiles, in order: [rows, hidden * (1 + n_deepstack)] in the tower's dtype."""
+        """Rows of all tiles, in order: [rows, hidden * (1 + n_deepstack)] in the tower's dtype.
+
+        In a rank group all ranks call it with tiles of the same sizes; the pixels of rank 0 count.
+        """
         if not tiles:
             return torch.empty(0, self.hidden * (1 + self.n_deepstack), dtype=self._dtype, device=self._device)
         return torch.cat([self._pass(part) for part in self._passes(tiles)])
@@ -62,8 +65,12 @@ class TowerEncoder(ABC):
 
     def _pass(self, tiles: Sequence[Tensor]) -> Tensor:
         grids = [self._patches.grid(tile) for tile in tiles]
-        x = self._embed(torch.cat([self._patches.cut(tile) for tile in tiles]))
-        x = self.place(x, grids)
+        if self._group.rank:
+            n_patches = sum(rows * columns for rows, columns in grids)
+            x = torch.zeros(n_patches, self.config.width, dtype=self._dtype, device=self._device)
+        else:
+            x = self.place(self._embed(torch.cat([self._patches.cut(tile) for tile in tiles])), grids)
+        x = total(x, self._group)  # rank 0 alone has the pixels
         rotation, runs = self.rotation(grids), runs_of(grids)
         outputs: list[Tensor] = []
         for number, block in enumerate(self._blocks):
@@ -95,3 +102,11 @@ class TowerEncoder(ABC):
     @abstractmethod
     def project(self, x: Tensor) -> Tensor:  # [rows, hidden]
         """Norm, merge and project the last block's output."""
+
+
+def encoding_bytes(config: TowerConfig, dtype: torch.dtype, n_ranks: int = 1) -> int:
+    """Bytes of the activations that are alive together while the largest tile is encoded, on a rank of a group."""
+    width, height = config.processor.largest_tile
+    whole, heads, mlp = config.width, -(-config.width // n_ranks), -(-config.mlp_size // n_ranks)
+    numbers = max(3 * whole + mlp, 2 * whole + 2 * mlp, whole + 7 * heads)  # of a patch
+    return width * height // config.processor.patch**2 * numbers * dtype.itemsize

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from emberline.models.vision.blocks import Block, Grid, Linear, Rotation, TowerWeights, frequencies
@@ -15,9 +14,10 @@ class MoonViTTower(TowerEncoder):
     def read_encoder(self, weights: TowerWeights) -> tuple[Linear, list[Block]]:
         """Read the patch embedding and the blocks, whose rows of q and k are reordered to halves."""
         config = self.config
-        halves = torch.arange(config.width).view(config.n_heads, -1, 2).transpose(1, 2).reshape(-1)
-        order = torch.cat((halves, halves + config.width, torch.arange(config.width) + 2 * config.width))
-        order = order.to(weights.device)
+        own = weights.share(config.width, config.head_dim)
+        plain = torch.arange(own.stop - own.start)
+        halves = plain.view(-1, config.head_dim // 2, 2).transpose(1, 2).reshape(-1)
+        order = torch.cat((halves, halves + len(plain), plain + 2 * len(plain))).to(weights.device)
         blocks = []
         for number in range(config.n_layers):
             block = Block.read(weights, number, config, fused=True)
@@ -33,8 +33,7 @@ class MoonViTTower(TowerEncoder):
         self._positions = weights.take("v.position_embd.weight", side, side, config.width, dtype=torch.float32)
         self._norm = weights.norm("v.post_ln", config.width, config.norm_eps)
         self._projector_norm = weights.norm("mm.input_norm", config.width, config.projector_eps)
-        self._first = weights.linear("mm.1", inner, inner)
-        self._second = weights.linear("mm.2", config.hidden, inner)
+        self._projector = weights.mlp("mm.1", "", "mm.2", (inner, inner, config.hidden), "gelu")
 
     def place(self, x: Tensor, grids: Sequence[Grid]) -> Tensor:  # [patches, width]
         """Add the learned positions, resized bicubically."""
@@ -49,5 +48,4 @@ class MoonViTTower(TowerEncoder):
 
     def project(self, x: Tensor) -> Tensor:  # [rows, hidden]
         """Norm each patch twice, merge each square, and project it."""
-        normed = self._projector_norm(self._norm(x)).view(-1, self.config.square * self.config.width)
-        return self._second(F.gelu(self._first(normed)))
+        return self._projector(self._projector_norm(self._norm(x)).view(-1, self.config.square * self.config.width))

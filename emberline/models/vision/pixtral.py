@@ -11,7 +11,6 @@ from emberline.models.vision.blocks import (
     Linear,
     Rotation,
     TowerWeights,
-    activate,
     frequencies,
 )
 from emberline.models.vision.encoder import TowerEncoder
@@ -32,8 +31,8 @@ class PixtralTower(TowerEncoder):
         merging = weights.take("mm.patch_merger.weight", config.width, config.width * config.square)
         by_channel = merging.view(config.width, config.width, config.square)
         self._merging = Linear(by_channel.transpose(1, 2).reshape(config.width, -1).contiguous(), None)
-        self._first = weights.linear("mm.1", config.hidden, config.width, bias=bias)
-        self._second = weights.linear("mm.2", config.hidden, config.hidden, bias=bias)
+        widths = config.width, config.hidden, config.hidden
+        self._projector = weights.mlp("mm.1", "", "mm.2", widths, config.projector_activation, bias=bias)
 
     def place(self, x: Tensor, grids: Sequence[Grid]) -> Tensor:  # [patches, width]
         """Norm the embedded patches; their positions are RoPE's."""
@@ -47,5 +46,4 @@ class PixtralTower(TowerEncoder):
 
     def project(self, x: Tensor) -> Tensor:  # [rows, hidden]
         """Norm, merge each square, then two linear layers."""
-        merged = self._merging(self._norm(x).view(-1, self.config.square * self.config.width))
-        return self._second(activate(self.config.projector_activation, self._first(merged)))
+        return self._projector(self._merging(self._norm(x).view(-1, self.config.square * self.config.width)))

@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from emberline.models.vision.blocks import Block, Grid, Linear, Norm, Rotation, TowerWeights, frequencies
+from emberline.models.vision.blocks import Block, DividedMLP, Grid, Linear, Norm, Rotation, TowerWeights, frequencies
 from emberline.models.vision.encoder import TowerEncoder
 from emberline.models.vision.grid_positions import axis_angles, resized_positions
 
@@ -31,14 +30,14 @@ class Qwen3VLTower(TowerEncoder):
         table = weights.take("v.position_embd.weight", config.n_positions, config.width, dtype=torch.float32)
         self._positions = table.view(config.grid_side, config.grid_side, config.width)
         self._norm = weights.norm("v.post_ln", config.width, config.projector_eps)
-        self._merger = weights.linear("mm.0", inner, inner), weights.linear("mm.2", config.hidden, inner)
-        self._deepstack: list[tuple[Norm, Linear, Linear]] = [
+        widths = inner, inner, config.hidden
+        self._merger = weights.mlp("mm.0", "", "mm.2", widths, "gelu")
+        self._deepstack: list[tuple[Norm, DividedMLP]] = [
             (
-                weights.norm(f"v.deepstack.{number}.norm", inner, config.projector_eps),
-                weights.linear(f"v.deepstack.{number}.fc1", inner, inner),
-                weights.linear(f"v.deepstack.{number}.fc2", config.hidden, inner),
+                weights.norm(f"{name}.norm", inner, config.projector_eps),
+                weights.mlp(f"{name}.fc1", "", f"{name}.fc2", widths, "gelu"),
             )
-            for number in range(len(config.deepstack))
+            for name in (f"v.deepstack.{number}" for number in range(len(config.deepstack)))
         ]
 
     def place(self, x: Tensor, grids: Sequence[Grid]) -> Tensor:  # [patches, width]
@@ -53,10 +52,9 @@ class Qwen3VLTower(TowerEncoder):
 
     def deepstack(self, x: Tensor, number: int) -> Tensor:  # [rows, hidden]
         """Merge each square, norm it, and project it."""
-        norm, first, second = self._deepstack[number]
-        return second(F.gelu(first(norm(x.view(-1, self.config.square * self.config.width)))))
+        norm, merger = self._deepstack[number]
+        return merger(norm(x.view(-1, self.config.square * self.config.width)))
 
     def project(self, x: Tensor) -> Tensor:  # [rows, hidden]
         """Norm each patch, merge each square, and project it."""
-        first, second = self._merger
-        return second(F.gelu(first(self._norm(x).view(-1, self.config.square * self.config.width))))
+        return self._merger(self._norm(x).view(-1, self.config.square * self.config.width))

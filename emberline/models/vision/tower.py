@@ -25,7 +25,8 @@ class VisionTower(Protocol):
     def encode(self, tiles: Sequence[Tensor]) -> Tensor:  # uint8 [height, width, 3] each
         """Rows of all tiles, in order: [rows, hidden * (1 + n_deepstack)] in the tower's dtype.
 
-        The first `hidden` columns replace the embeddings of the image tokens, the next ones are added after layer 0,
-        and so on.
+        In a rank group all ranks call it with tiles of the same sizes; the pixels of rank 0 count, and every rank gets
+        all rows. The first `hidden` columns replace the embeddings of the image tokens, the next ones are added after
+        layer 0, and so on.
         """
         ...

@@ -110,24 +110,30 @@ def test_kimi_serves_with_more_kv_than_workers_ai_tells(kimi):
     assert kimi.plan(Layout(tp=8), Workload()).kv_tokens < plan.kv_tokens / 7.5, "every rank would keep every latent"
 
 
-def test_kimi_with_its_vision_tower_keeps_more_kv_than_workers_ai_tells():
+@pytest.fixture(scope="module")
+def tower():
     document = find_shape("@cf/moonshotai/kimi-k2.5").config
-    tower = tower_bytes(tower_config(document, image_processor(document)))
-    assert tower / GIB == pytest.approx(0.886, rel=0.01)
-    plan = planner(document, "H100", tower_bytes=tower).plan(Layout(tp=8, dcp=8), Workload())
+    return tower_config(document, image_processor(document))
+
+
+def test_kimi_with_its_vision_tower_keeps_more_kv_than_workers_ai_tells(tower):
+    assert tower_bytes(tower) / GIB == pytest.approx(0.886, rel=0.01)
+    document = find_shape("@cf/moonshotai/kimi-k2.5").config
+    plan = planner(document, "H100", tower=tower).plan(Layout(tp=8, dcp=8), Workload())
+    assert plan.stages[0].tower_bytes < 1.3 * tower_bytes(tower) / 8
     assert plan.kv_bytes >= 30 * GIB
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(tp=2), Layout(tp=2, pp=2)])
-def test_a_tower_is_on_one_gpu_of_the_first_stage(llama, layout):
-    tower = 4 * GIB
+def test_the_first_stage_divides_a_tower(llama, tower, layout):
     without = llama.plan(layout, Workload())
-    plan = planner(LLAMA_8B, tower_bytes=tower).plan(layout, Workload())
-    assert [stage.tower_bytes for stage in plan.stages] == [tower] + [0] * (layout.pp - 1)
-    assert plan.weights_bytes == without.weights_bytes + tower
+    plan = planner(LLAMA_8B, tower=tower).plan(layout, Workload())
+    own = tower_bytes(tower, n_ranks=layout.tp)
+    assert [stage.tower_bytes for stage in plan.stages] == [own] + [0] * (layout.pp - 1)
+    assert plan.weights_bytes == without.weights_bytes + layout.tp * own
     assert [stage.weights_bytes for stage in plan.stages] == [stage.weights_bytes for stage in without.stages]
-    taken = without.stages[0].kv_bytes - plan.stages[0].kv_bytes
-    assert taken == pytest.approx(tower, rel=0.01) if layout.pp == 1 else 0 < taken <= 1.01 * tower
+    taken, added = without.stages[0].kv_bytes - plan.stages[0].kv_bytes, own + plan.stages[0].image_bytes
+    assert taken == pytest.approx(added, rel=0.01) if layout.pp == 1 else 0 < taken <= 1.01 * added
 
 
 def test_scout_on_two_h200_keeps_few_tokens_of_local_layers():

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from emberline.catalog.model_card import describe_path
+from emberline.kernels.collectives import Loopback, ParallelGroups
 from emberline.models.registry import load_model
 from emberline.models.vision.loading import load_tower, tower_bytes
 from emberline.models.vision.tower import VisionTower
@@ -16,6 +17,7 @@ from emberline.weights.image_settings import read_image_processor
 from emberline.weights.lossless_folder import compress_folder
 from emberline.weights.model_config import BadCheckpoint
 from emberline.weights.vision_config import read_tower_config
+from standins.thread_collectives import run_ranks, thread_groups
 from tests.models.vision.small_vision_models import MODELS, TEXT, save_vision_model
 
 SIZES = {  # height and width of tiles
@@ -117,7 +119,27 @@ def test_language_models_load_without_the_towers_tensors(tmp_path: Path, family:
 @pytest.mark.parametrize("family", MODELS)
 def test_plans_count_what_a_loaded_tower_takes(tmp_path: Path, family: str) -> None:
     save_vision_model(tmp_path, family)
-    assert tower_bytes(read_tower_config(tmp_path), torch.float32) == load(tmp_path).n_bytes
+    config = read_tower_config(tmp_path)
+    assert tower_bytes(config, torch.float32) == load(tmp_path).n_bytes
+    assert tower_bytes(config, torch.float32, 3) == load(tmp_path, group=Loopback(2, 3)).n_bytes
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_ranks_divide_a_tower(tmp_path: Path, family: str) -> None:
+    """Three ranks of towers with four heads: all get the rows of the whole tower, and rank 0 alone sees pixels."""
+    save_vision_model(tmp_path, family)
+    whole, tiles = load(tmp_path), tiles_of(family)
+
+    def encode(groups: ParallelGroups) -> tuple[torch.Tensor, int]:
+        tower = load(tmp_path, group=groups.tp)
+        sizes_alone = [torch.empty_like(tile, device="meta") for tile in tiles]
+        return tower.encode(sizes_alone if groups.tp.rank else tiles), tower.n_bytes
+
+    found = run_ranks(thread_groups(tp=3), encode)
+    for rows, n_bytes in found:
+        torch.testing.assert_close(rows, whole.encode(tiles), atol=1e-5, rtol=1e-5)
+        assert torch.equal(rows, found[0][0])
+        assert n_bytes <= found[-1][1] < whole.n_bytes
 
 
 def test_cards_say_that_a_model_sees(tmp_path: Path) -> None:

@@ -119,16 +119,14 @@ class DraftChain(ChainOfDrafts):
         n_slots = slots.state.tables.shape[1]
         super().__init__(slots, kernels, device, torch.zeros(n_slots, width, dtype=dtype, device=device))
         self.head, self._pool, self._first_scratch = head, pool, first_scratch
-        self.hidden, self._before, self._embeds = (
-            torch.zeros(max_tokens, width, dtype=dtype, device=device) for _ in range(3)
-        )
+        self.hidden, self._before = (torch.zeros(max_tokens, width, dtype=dtype, device=device) for _ in range(2))
         self._forget = Upload(n_slots - 1, device)
         self._forgotten = torch.zeros(n_slots - 1, dtype=torch.int32, device=device)
 
     @staticmethod
     def state_bytes(head: GpuDraftHead, max_running: int, max_tokens: int, table_width: int) -> int:
         """Beside the pool: of hidden states and tables."""
-        return (3 * max_tokens + 2 * max_running) * head.hidden_size * 2 + 4 * max_running * (table_width + 16)
+        return (2 * max_tokens + 2 * max_running) * head.hidden_size * 2 + 4 * max_running * (table_width + 16)
 
     def forget(self, slots: Sequence[int]) -> None:
         self._forget.array()[: len(slots)] = slots
@@ -141,8 +139,9 @@ class DraftChain(ChainOfDrafts):
     def write_entries(self, step: StepInputs, slots: Tensor, drafts: bool) -> None:
         n = len(step.token_ids)
         before = self._before[:n]
+        self.head.gather_taps(self.hidden[:n], before)
         self._kernels.carry(self.hidden[:n], step.query_starts, slots, step.positions, self._carried, before, drafts)
-        self.head.write_entries(step, before, self._pool, self._embeds[:n])
+        self.head.write_entries(step, before, self._pool)
 
     def keep_accepted(self, starts: Tensor, slots: Tensor, positions: Tensor) -> None:
         n_accepted = self._slots.state.n_accepted
@@ -161,7 +160,7 @@ class DraftChain(ChainOfDrafts):
             shape=StepShape(n),
         )
         for index in range(shape.depth):
-            self.head.extend_in_place(step, to.hidden, self._pool, self._embeds[:n])
+            self.head.extend_in_place(step, to.hidden, self._pool)
             logits = self.head.logits(to.hidden)
             self._kernels.draw_drafts(logits, self._slots.sampler, self.head.target_ids, index, state.drafts, to)
             self.head.feed_back(to.hidden)

@@ -210,6 +210,10 @@ class TritonBackend:
     def residual(self, n_tokens: int, hidden: int) -> Tensor:
         return self._workspace.take("residual", n_tokens, hidden)
 
+    def draft_embeds(self, n_tokens: int, hidden: int) -> Tensor:
+        """Memory for the embeddings that a draft head reads. Its first projection is done before another use."""
+        return self._workspace.take("draft_embeds", n_tokens, hidden)
+
     def gather_logits(self, logits: Tensor, sizes: Sequence[int]) -> Tensor:
         if self._tp is None:
             return logits
@@ -302,7 +306,7 @@ class TritonBackend:
         return self._attend(qkv, self._workspace.take("normed", len(qkv), attn.output_dim), attn, context)
 
     def project(self, x: Tensor, matrix: Matrix, out: Tensor, norm: Tensor | None, eps: float, *, add: bool) -> None:
-        """Write x times the matrix, which every rank has whole, to out, or add it. With a norm x is normed first."""
+        """Write x times the matrix to out, or add it. With a norm x is normed first."""
         self._matmul(x, matrix, out, Fusion(norm, eps, add=add))
 
     def normalize(self, x: Tensor, norm: Tensor, eps: float) -> None:

@@ -93,6 +93,7 @@ class WorkspaceSizes:
     fp8: bool = False  # some matrices multiply FP8 activations
     verify_rows: int = 0  # the most rows of a step that verifies drafts
     tp: int = 1  # ranks that divide the blocks, whose outputs are summed
+    draft_hidden: int = 0  # of a draft head; 0: there is none
 
     @property
     def absorbed_tokens(self) -> int:
@@ -129,6 +130,7 @@ class WorkspaceSizes:
             fp8,
             verify_rows,
             layout.tp,
+            0 if head is None else head.attention.output.shape[0],
         )
 
 
@@ -188,7 +190,9 @@ def _layout(s: WorkspaceSizes) -> dict[str, tuple[int, int]]:
     if s.tp == 1:
         regions.add("block_output", tokens * s.hidden, layer)  # of a block, awaiting its norm: over gate and up
     else:
-        regions.add("block_output", tokens * s.hidden)  # awaiting those of other ranks
+        regions.add("block_output", tokens * max(s.hidden, s.draft_hidden))  # awaiting those of other ranks
+    # Embeddings that a draft head's first projection reads, when no block's output is awaited.
+    regions.add("draft_embeds", tokens * s.draft_hidden, None if s.tp == 1 else regions.found["block_output"][0])
     if s.experts is not None:
         _add_experts(regions, s, s.experts, layer)
     after = regions.add("logits", s.max_samples * s.vocab * 4, layer)
