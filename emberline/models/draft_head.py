@@ -165,7 +165,7 @@ class DraftHead:
             hidden.view(len(hidden), group.size, -1).copy_(everyone.transpose(0, 1))
 
     def _own(self, hidden: Tensor) -> Tensor:
-        """This rank's columns, before all are gathered: contiguous at the beginning of the hidden states' memory."""
+        """Columns of this rank before all are gathered: contiguous, at the beginning of the hidden states' memory."""
         return hidden.view(-1)[: len(hidden) * self._own_size].view(len(hidden), self._own_size)
 
     @torch.inference_mode()

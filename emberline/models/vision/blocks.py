@@ -87,7 +87,7 @@ class TowerWeights:
         return name in self._left
 
     def share(self, size: int, unit: int = 1) -> slice:
-        """This rank's part of a dimension in runs of `unit`. No rank's part is larger than the last rank's."""
+        """Divide a dimension among the ranks, in runs of `unit`. No rank's part is larger than the last rank's."""
         n, rank, of = -(-size // unit), self.group.rank, self.group.size
         return slice(unit * (n * rank // of), min(size, unit * (n * (rank + 1) // of)))
 

@@ -17,7 +17,9 @@ from emberline.engine.worker import main as worker
 from emberline.kernels.gpu.backend.triton_backend import TritonBackend
 from emberline.models import registry
 from emberline.models.decoder import Decoder
+from emberline.models.draft_head import GpuDraftHead
 from emberline.models.draft_model import DraftModel
+from emberline.models.eagle3 import Eagle3Config, Eagle3Head
 from emberline.models.registry import lay_out
 from emberline.models.shard import Shard, loopback_groups
 from emberline.models.vision.loading import tower_bytes
@@ -34,6 +36,10 @@ LLAMA_8B = dict(
     num_key_value_heads=8, vocab_size=128256, max_position_embeddings=131072, rms_norm_eps=1e-5, rope_theta=5e5,
 )  # fmt: skip
 LIMITS = Limits(131072, 128256, (0,), 256, 8192)
+KIMI_HEAD = Eagle3Config(
+    hidden_size=7168, n_heads=64, n_kv_heads=64, head_dim=192, mlp_size=18_432, vocab_size=163_840,
+    draft_vocab_size=32_000, taps=(2, 30, 58),
+)  # fmt: skip
 
 
 def planner(document, gpu="H200", max_running=256, token_budget=8192, **changes):
@@ -116,12 +122,17 @@ def tower():
     return tower_config(document, image_processor(document))
 
 
-def test_kimi_with_its_vision_tower_keeps_more_kv_than_workers_ai_tells(tower):
+def test_kimi_with_its_vision_tower_and_a_draft_head_keeps_more_kv_than_workers_ai_tells(tower):
     assert tower_bytes(tower) / GIB == pytest.approx(0.886, rel=0.01)
     document = find_shape("@cf/moonshotai/kimi-k2.5").config
-    plan = planner(document, "H100", tower=tower).plan(Layout(tp=8, dcp=8), Workload())
-    assert plan.stages[0].tower_bytes < 1.3 * tower_bytes(tower) / 8
-    assert plan.kv_bytes >= 30 * GIB
+    with torch.device("meta"):
+        head = Eagle3Head(msgspec.structs.replace(KIMI_HEAD, latent=OutlineCheckpoint(document).config.latent))
+    kimi = planner(document, "H100", tower=tower, drafting=lambda model: GpuDraftHead(head, model))
+    (stage,) = (plan := kimi.plan(Layout(tp=8, dcp=8), Workload())).stages
+    assert stage.tower_bytes < 1.3 * tower_bytes(tower) / 8
+    assert stage.image_bytes > GIB / 8
+    assert stage.draft_weights_bytes > 256 << 20
+    assert plan.kv_bytes > 30 * GIB
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(tp=2), Layout(tp=2, pp=2)])

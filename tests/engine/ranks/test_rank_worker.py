@@ -225,11 +225,11 @@ def test_a_rank_that_hangs_ends_the_group(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["--tp", "--pp"])
-def test_ranks_answer_about_images_as_transformers(tmp_path: Path, layout: str) -> None:
-    """Rank 0 alone has the tower; M-RoPE concerns all ranks, deepstack those of the first stage."""
-    reference = save_vision_model(tmp_path, "qwen3_vl")
-    prompts = [Prompt(tmp_path, "qwen3_vl", images, seed) for seed, images in enumerate(([0], [1, 2]))]
+@pytest.mark.parametrize(("family", "layout"), [("qwen3_vl", "--tp"), ("qwen3_vl", "--pp"), ("kimi_k25", "--tp")])
+def test_ranks_answer_about_images_as_transformers(tmp_path: Path, family: str, layout: str) -> None:
+    """The first stage divides the tower; M-RoPE concerns all ranks, deepstack those of the first stage."""
+    reference = save_vision_model(tmp_path, family)
+    prompts = [Prompt(tmp_path, family, images, seed) for seed, images in enumerate(([0], [1, 2]))]
     started = worker(tmp_path, tmp_path / "w.sock", layout, "2", "--token-budget", "64")
     with started as (_, ready), Client(ready["address"]) as client:
         found = run(client, *(prompt.request(f"r{n}") for n, prompt in enumerate(prompts)))
