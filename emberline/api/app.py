@@ -66,7 +66,7 @@ class App:
         gateways: GatewayService | None = None,
         pulls: ModelPulls | None = None,
     ) -> None:
-        """Without `large_requests`, this process serves them itself."""
+        """Create the app. Without `large_requests`, this process serves large requests itself."""
         self._large_requests = large_requests
         self._service = service
         self._webhooks = webhooks

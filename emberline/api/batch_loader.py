@@ -41,7 +41,7 @@ class BatchService:
         self._tasks: list[asyncio.Task[None]] = []
 
     def start_loading(self) -> None:
-        """From now on load batches: this process's, and those that other processes left unfinished."""
+        """Start to load batches: this process's, and those that other processes left unfinished."""
         self._tasks = [asyncio.create_task(self._run()) for _ in range(CONCURRENT_BATCHES)]
 
     def wake(self) -> None:

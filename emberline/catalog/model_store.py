@@ -134,7 +134,8 @@ class ModelStore:
         new.rename(folder / CARD)
 
     def staging(self, model_id: str) -> Path:
-        """Where a pull of that model downloads to; always the same, so that it can be resumed."""
+        """Return the folder to which a pull of that model downloads. It is always the same, so that a pull can be
+        resumed."""
         return self.root / f".{_slug(model_id)}"
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""How a change of the model store reaches the server that runs on it: `pull` and `rm` return once the server knows.
+"""Tells a running server of changes to its model store: `pull` and `rm` return once the server knows.
 
 The server holds a lock on a file of the store for as long as it runs, and writes there which state of the store it
 offers. No address and no key are needed.

@@ -165,7 +165,7 @@ class Eagle3Layer(nn.Module):
         return torch.cat([q_nope, rotate(q_rope, cosine, sine)], -1), torch.cat([k_nope, k_rope], -1), v
 
     def finish(self, attended: Tensor, hidden: Tensor) -> Tensor:
-        """From attention's output [batch, tokens, heads, dim] to the layer's."""
+        """Compute the layer's output from attention's output [batch, tokens, heads, dim]."""
         hidden = hidden + self.o_proj(attended.flatten(-2))
         x = rms_norm(hidden, self.mlp_norm, self.config.norm_eps)
         result: Tensor = hidden + self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))

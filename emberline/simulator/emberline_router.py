@@ -157,7 +157,7 @@ class EmberlineRouter:
         self._dispatch()
 
     def on_worker_lost(self, worker: SimWorker, requests: list[SimRequest]) -> None:
-        """Its requests move to others, behind the tokens that the client has."""
+        """Move the worker's requests to others, which continue after the tokens that the client has."""
         self._down.add(worker.name)
         self.balancer.fleet.disconnected(worker.name, self._clock.now_s, "the connection was lost")
         for request in requests:

@@ -128,7 +128,7 @@ class Fleet:
         return self._by_name[name]
 
     def join(self, worker: SimWorker) -> None:
-        """It takes requests from now on: for the first time, after it was lost, or in another role."""
+        """Let the worker take requests: for the first time, after it was lost, or in another role."""
         for router in self.routers:
             router.on_worker_joined(worker)
 
@@ -141,13 +141,13 @@ class Fleet:
             router.on_worker_undrained(worker)
 
     def remove(self, worker: SimWorker) -> None:
-        """For good. Requests that are still there continue elsewhere."""
+        """Remove the worker for good. Its requests continue elsewhere."""
         moved = worker.die()
         for router in self.routers:
             router.on_worker_removed(worker, [request for request in moved if self._router(request) is router])
 
     def lose(self, worker: SimWorker) -> None:
-        """It dies; `join` brings it back with an empty cache."""
+        """Let the worker die; `join` brings it back with an empty cache."""
         lost = worker.die()
         for router in self.routers:
             router.on_worker_lost(worker, [request for request in lost if self._router(request) is router])

@@ -168,9 +168,9 @@ class LoadProfile:
 def session_starts(
     trace: TrafficTrace, load: float, until_s: float, rng: Random, profile: LoadProfile | None = None
 ) -> list[SessionStart]:
-    """In order of time, with those that have ended before time 0 first. `load`: copies of a trace with recorded
-    arrivals, else session starts per second. `profile`: of them, so many; conversations keep
-    their place in it."""
+    """Return the session starts in order of time, with those that have ended before time 0 first. `load` is the number
+    of copies of a trace with recorded arrivals, otherwise session starts per second. `profile` scales it over time;
+    conversations keep their place in it."""
     found = _copies(trace, load, rng, profile) if trace.shared else _poisson(trace, load, until_s, rng, profile)
     return sorted((start for start in found if start.at_s <= until_s), key=lambda start: start.at_s)
 

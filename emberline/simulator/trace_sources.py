@@ -1,4 +1,4 @@
-"""Where traces come from: files in three published formats, and synthetic traffic of the same shape.
+"""Sources of traces: files in three published formats, and synthetic traffic of the same shape.
 
 `claude_code`: coding-agent sessions with long prompts that grow turn by turn and think time between the turns; block
 ids of 64 tokens, local to a session. Published at github.com/callanjfox/kv-cache-tester, traces/ (Apache-2.0).
@@ -240,7 +240,7 @@ def build_mooncake_trace(rows: Iterable[MooncakeRow], context_len: int) -> Traff
 
 
 def build_azure_trace(lines: Iterable[bytes], context_len: int) -> TrafficTrace:
-    """From the header on. Each request has blocks of its own."""
+    """Build a trace from the lines after the header. Each request has blocks of its own."""
     rows: list[MooncakeRow] = []
     first_s, next_id = None, 0
     for number, line in enumerate(lines, start=1):

@@ -79,7 +79,8 @@ class UpstreamModels:
         self._kinds = {model: self._serving(model)[0].config.kind for model in ids}
 
     async def load_tokenizer(self, client: UpstreamClient) -> None:
-        """In another thread. Requests do not need it: without it their prefix keys are over bytes."""
+        """Load the tokenizer in another thread. Requests do not need it: without it their prefix keys are over
+        bytes."""
         for model in client.models:
             if client.config.tokenizer and model not in self.texts:
                 self.texts[model] = await asyncio.to_thread(_load_tokenizer, client.config, self._templates)
@@ -149,7 +150,7 @@ class UpstreamModels:
         return serving[0].name
 
     def n_servers(self, card: ModelCard) -> int:
-        """How many servers may serve a request one after the other."""
+        """Return the number of servers that may serve a request one after the other."""
         return 1 if self.providers.client_of(card) is not None else len(self._serving(card.id))
 
     def cache_salt(self, target: Target, principal: Principal) -> dict[str, Any]:

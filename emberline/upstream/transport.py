@@ -94,8 +94,8 @@ class UpstreamTransport(Generic[T]):
         make_decoder: Callable[[], Decoder[T]] | None = None,
         make_attempt: MakeAttempt = Attempt,
     ) -> None:
-        """Without `make_decoder` the client takes the lines, or events, as they are. `make_attempt` opens an attempt at
-        a server that is not a provider's."""
+        """Create the transport. Without `make_decoder` the client takes the lines, or events, as they are.
+        `make_attempt` opens an attempt at a server that is not a provider's."""
         self.restart_wait_s = RESTART_WAIT_S
         self.trace: TraceContext | None = current.get()  # sent on, also where this server does not trace
         self.operation = "text_completion" if request.path == COMPLETIONS else "chat"

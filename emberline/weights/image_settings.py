@@ -1,4 +1,4 @@
-"""How a model wants images: its processor's settings, from config.json, preprocessor_config.json and their defaults.
+"""Image settings of a model: its processor's, from config.json, preprocessor_config.json and their defaults.
 
 Processors are known by the model's type. Files that a published model lacks, and keys that they leave out, have the
 values of the family's own processor.

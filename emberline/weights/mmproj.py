@@ -105,7 +105,7 @@ class MMProj:
         return tuple(np.flatnonzero(flags).tolist()) if isinstance(flags, np.ndarray) else ()
 
     def processor(self) -> ImageProcessor:
-        """How the model wants images. Raises BadCheckpoint."""
+        """Return the settings of the model's image processor. Raises BadCheckpoint."""
         family, vision, token_id = self.projector.family, self.vision, self._image_token_id()
         assert token_id is not None  # `beside` has checked it
         side = vision.whole("image_size", most=1 << 14)

@@ -74,7 +74,7 @@ class SafetensorsFile:
         return self._map[: self._start]
 
     def offset_of(self, tensor: SafeTensor) -> int:
-        """Where its bytes begin in the file."""
+        """Return the file offset of the tensor's first byte."""
         return self._start + tensor.data_offsets[0]
 
     def rows_of(self, key: str) -> tuple[Bytes, FileLocation]:

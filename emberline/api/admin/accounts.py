@@ -79,7 +79,7 @@ class NewKeyRequest(KeyChange, kw_only=True):
 
 
 class RotateKeyRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """For `overlap_s` seconds, the old key stays valid."""
+    """Rotation of a key. The old key stays valid for `overlap_s` seconds."""
 
     overlap_s: Annotated[int, Meta(ge=0, le=MAX_OVERLAP_S)] = OVERLAP_S
 
@@ -202,7 +202,7 @@ def account_body(account: Account) -> dict[str, Any]:
 
 
 def key_body(key: ApiKey) -> dict[str, Any]:
-    """Without the key, which is not known any more, and without its hash."""
+    """Return the key's body without the key itself, which is no longer known, and without its hash."""
     return {
         "id": key.id,
         "object": "api_key",

@@ -21,7 +21,7 @@ _signed_decoder = msgspec.json.Decoder(Signed)
 
 
 async def challenge(call: HttpExchange) -> Reply:
-    """Where a worker begins to announce itself."""
+    """Begin the announcement of a worker."""
     return json_reply(await call.service.cluster_admin.join_challenge())
 
 

@@ -104,7 +104,8 @@ def _account(call: HttpExchange, named: str | None) -> str:
 
 
 def _check_url(url: str, account: str) -> None:
-    """Where an account's URL leads to is checked whenever a connection is made: a name may lead elsewhere by then."""
+    """Refuse an invalid URL. An account's URL is checked again whenever a connection is made, since its name may lead
+    elsewhere by then."""
     if account != EVERY_ACCOUNT:
         parse_target(url)
     try:

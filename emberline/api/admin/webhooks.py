@@ -36,13 +36,13 @@ class NewEndpoint(EndpointChange, kw_only=True):
 
 
 class ReplayRequest(msgspec.Struct, kw_only=True):
-    """Without a delivery id: all failed deliveries."""
+    """Replay of one delivery, or of all failed deliveries if it names none."""
 
     delivery_id: str | None = None
 
 
 class RotateRequest(msgspec.Struct, kw_only=True):
-    """For `overlap_s` seconds, deliveries are signed with the old secret too."""
+    """Rotation of a secret. For `overlap_s` seconds, deliveries are signed with the old secret too."""
 
     overlap_s: Annotated[int, Meta(ge=0, le=30 * 86_400)] = OVERLAP_S
 

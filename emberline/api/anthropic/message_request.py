@@ -41,8 +41,8 @@ SIGNATURE = "ZW1iZXJsaW5l"
 
 
 class CacheControl(msgspec.Struct, omit_defaults=True):
-    """How long the client wants the conversation kept in the cache; of several the longest counts. Providers get each
-    where the client put it."""
+    """Time for which the client wants the conversation kept in the cache; the longest counts if there are several.
+    Providers get each mark where the client put it."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None

@@ -115,6 +115,7 @@ async def queue_position(call: HttpExchange, batch: Batch) -> dict[str, Any]:
 
 
 def position_body(position: QueuePosition) -> dict[str, Any]:
-    """How many jobs run before the batch's next one, and when it should be done; None if not known yet."""
+    """Return the number of jobs that run before the batch's next one, and its estimated wait, or None if that is not
+    known yet."""
     eta_s = None if position.eta_s is None else round(position.eta_s, 1)
     return {"position": position.position, "estimated_wait_s": eta_s}

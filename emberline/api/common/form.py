@@ -34,7 +34,7 @@ Relay = Callable[[HttpExchange, Wire], Awaitable[Response] | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerForm(Generic[Body]):
-    """How the answers to one kind of request are written."""
+    """Form in which the answers to one kind of request are written."""
 
     to_body: Callable[[str, Body, int, Answer], Any]  # takes the request's id, its body, the Unix time and the answer
     # Takes the request's id, the API, the body and the Unix time. None: the answer comes whole.

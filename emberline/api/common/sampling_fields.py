@@ -83,7 +83,8 @@ class SpeculationField(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class SamplingFields(PeerFields, kw_only=True):
-    """How tokens are sampled and when they end; and who asks, for sessions and scheduling."""
+    """Fields that control how tokens are sampled and when replies end, and that name the caller for sessions and
+    scheduling."""
 
     stream: bool | None = None
     max_tokens: TokenCount | None = None
@@ -183,7 +184,7 @@ def left_to_model(body: Any) -> tuple[str, ...]:
 
 
 def cache_ttl_s(retention: str | None) -> int:
-    """How long the client wants its KV kept; 0: it does not say."""
+    """Return the seconds for which the client wants its KV kept; 0 if it does not say."""
     return 86_400 if retention == "24h" else 300 if retention is not None else 0
 
 

@@ -469,7 +469,7 @@ class PeerFields(msgspec.Struct, kw_only=True):
 
 
 class NoSamplingFields(PeerFields, kw_only=True):
-    """For the APIs that lack most of the sampling parameters: the fields that only chats and completions have."""
+    """Fields that only chats and completions have, for the APIs that lack most of the sampling parameters."""
 
     max_completion_tokens: UnsupportedField = None
     min_tokens: UnsupportedField = None

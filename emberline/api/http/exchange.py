@@ -280,7 +280,8 @@ class HttpExchange:
         return self._accounts
 
     def actor(self) -> Actor:
-        """For an act that its endpoint enters into the audit log itself. Only the connection says where from."""
+        """Return the actor for an audit entry that the endpoint makes itself. Only the connection tells the client's
+        address."""
         self.is_audited = True
         client = self.scope.get("client")
         return Actor(self.principal.key_id or "local", client[0] if client else "")
@@ -324,7 +325,7 @@ class HttpExchange:
         return self._gateway
 
     def refuse_gateway(self, field: str) -> None:
-        """For what is queued: a gateway answers at once."""
+        """Refuse a gateway for a request that is queued: a gateway answers at once."""
         if self.gateway is not None:
             raise Unsupported(f"a gateway answers at once: leave `{field}` out, or the gateway", param=field)
 
@@ -473,7 +474,7 @@ class HttpExchange:
         return await self.service.count_tokens(request, self.principal, self.target_of(request.model))
 
     def target_of(self, model: str) -> "Target":
-        """How the caller reaches a model. Raises Forbidden if the key may not use it."""
+        """Resolve how the caller reaches a model. Raises Forbidden if the key may not use it."""
         own_key = None if self.gateway is None else self.gateway.rules.own_key
         return self.service.models.target(self.model_card(model), self.principal, own_key)
 

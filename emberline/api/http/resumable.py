@@ -28,7 +28,7 @@ _running: set[asyncio.Task[None]] = set()  # asyncio itself holds tasks weakly
 
 
 def grace_period_s(call: HttpExchange) -> int:
-    """How long the client may be away; 0: it asks for no resuming."""
+    """Return the seconds for which the client may be away; 0 if it asks for no resuming."""
     given = call.headers.get(HEADER)
     return 0 if given is None else parse_int(given, HEADER, MIN_GRACE_S, MAX_GRACE_S)
 

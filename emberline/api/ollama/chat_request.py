@@ -183,7 +183,7 @@ class OllamaChat(TextRequest, kw_only=True):
 
     @property
     def is_empty(self) -> bool:
-        """Without messages, the request is for the model itself: to load or unload it."""
+        """True if there are no messages: the request is for the model itself, to load or unload it."""
         return not self.messages
 
     def to_request(self, model: str, request_id: str, session: str | None) -> tuple[GenerateRequest, FieldNames]:

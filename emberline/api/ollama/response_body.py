@@ -99,7 +99,7 @@ def reply_body(model: str, is_chat: bool, answer: Answer, watch: Stopwatch) -> J
 
 
 def empty_body(model: str, is_chat: bool, done_reason: str) -> Json:
-    """For a request that only loads or unloads a model."""
+    """Return the body for a request that only loads or unloads a model."""
     return {"model": model, "created_at": now()} | _reply(is_chat, "") | {"done": True, "done_reason": done_reason}
 
 

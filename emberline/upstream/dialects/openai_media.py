@@ -240,5 +240,5 @@ def multipart(fields: dict[str, Any], files: Sequence[MediaFile]) -> tuple[str, 
 
 
 def _token(text: str) -> str:
-    """Without what would end a header early."""
+    """Return the text without characters that would end a header early."""
     return "".join(char for char in text if char.isprintable() and char.isascii() and char not in '"\\')[:200]

@@ -67,7 +67,8 @@ def hide_key(text: str, key: str) -> str:
 
 
 def retry_after(headers: dict[str, str], details: Any = None) -> float:
-    """In seconds: of `retry-after-ms`, `Retry-After` (seconds or a date), or Google's RetryInfo."""
+    """Return the provider's delay in seconds: `retry-after-ms`, `Retry-After` (seconds or a date), or Google's
+    RetryInfo."""
     for found in (_milliseconds(headers), retry_after_s(headers), _retry_info(details)):
         if found is not None and 0 <= found < float("inf"):
             return min(MAX_RETRY_AFTER_S, max(DEFAULT_RETRY_AFTER_S, found))

@@ -129,7 +129,7 @@ async def response_with_position(call: HttpExchange, found: BackgroundResponse) 
 
 
 def stored_response(found: BackgroundResponse) -> StoredResponse:
-    """In the form of other stored responses, so that it can be continued."""
+    """Return the background response in the form of other stored responses, so that it can be continued."""
     batch = found.batch
     return StoredResponse(
         id=batch.id,
