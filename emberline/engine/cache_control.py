@@ -76,14 +76,14 @@ class StoredCache:
         own = tiers.own.layouts  # rank 0 knows all blocks, and has its slices of them
         stored, elsewhere = list(map(layout_tag, own)), [g for g, group in enumerate(own) if not group.block_bytes]
         found: dict[GroupKey, BlockMeta] = {}
-        for tier in tiers.all_tiers:
+        for tier in tiers.own.all_tiers:
             if isinstance(tier, Exportable):
                 for block_id, meta in tier.chains(owner, session):
                     for group in (stored.index(block_id.tag), *elsewhere):
                         found.setdefault((group, block_id.key), meta)
         if not found:
             raise NotFound("no block of this session is stored")
-        tags = list(map(layout_tag, tiers.whole))
+        tags = list(map(layout_tag, tiers.own.whole))
         ordered = sorted(
             ((BlockId(key, tags[group]), meta) for (group, key), meta in found.items()),
             key=lambda block: block[1].position,
@@ -97,7 +97,7 @@ class StoredCache:
 
     def _import(self, tiers: GroupTiers, tagger: BlockTagger, owner: bytes, path: Path) -> dict[str, int]:
         n_blocks, size = 0, _batch(tiers)
-        tags = list(map(layout_tag, tiers.whole))
+        tags = list(map(layout_tag, tiers.own.whole))
         batch: list[WholeBlock] = []
         try:
             for block_id, meta, data in read_export(path, tagger, self.fingerprint, owner, _layouts(tiers)):
@@ -114,12 +114,12 @@ class StoredCache:
 
 def _layouts(tiers: GroupTiers) -> dict[bytes, int]:
     """Layout tags of blocks that are not divided, and their bytes."""
-    return {layout_tag(group): group.block_bytes for group in tiers.whole}
+    return {layout_tag(group): group.block_bytes for group in tiers.own.whole}
 
 
 def _batch(tiers: GroupTiers) -> int:
     """Number of blocks that are exported or imported at once."""
-    return max(1, BATCH_BYTES // max(group.block_bytes for group in tiers.whole))
+    return max(1, BATCH_BYTES // max(group.block_bytes for group in tiers.own.whole))
 
 
 class CacheControl:

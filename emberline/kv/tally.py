@@ -1,17 +1,15 @@
 """Orders to all ranks, and reports of ranks, or of the parts of a transfer, as one.
 
-Reports merge in one of two ways. Items, such as blocks, are done one by one, when every reporter has named them, and
-lost if one has lost them: `Tally`. A whole order is answered when every reporter has answered it: `Answers`.
+A `Tally` counts what every reporter has to name: blocks one by one, or an order that each of them answers once.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, TypeVar
 
 Item = TypeVar("Item")
 Order = TypeVar("Order")
 Report = TypeVar("Report")
-Answer = TypeVar("Answer")
 
 
 class Tally(Generic[Item]):
@@ -60,36 +58,6 @@ class Tally(Generic[Item]):
         return self._left.pop(item, None) is not None
 
 
-class Answers:
-    """Answers that each reporter gives once to an order, by their kind and the order's number.
-
-    `merges` says how two answers become one, for the kinds whose answers differ between reporters.
-    """
-
-    def __init__(self, merges: Mapping[type, Callable[[Any, Any], Any]] | None = None) -> None:
-        self._merges = merges or {}
-        self._left: dict[tuple[type, int], int] = {}  # reporters that have not answered
-        self._merged: dict[tuple[type, int], Any] = {}
-
-    def expect(self, kind: type, number: int, n_reporters: int) -> None:
-        """Wait for the answers of so many reporters to an order."""
-        self._left[kind, number] = n_reporters
-
-    def said(self, answer: Answer, number: int) -> Answer | None:
-        """Take an answer. Returns all answers as one if it was the last, or None: others are awaited, or none is."""
-        key = type(answer), number
-        if key not in self._left:
-            return None
-        self._left[key] -= 1
-        if key in self._merged and type(answer) in self._merges:
-            answer = self._merges[type(answer)](self._merged[key], answer)
-        self._merged[key] = answer
-        if self._left[key]:
-            return None
-        del self._left[key], self._merged[key]
-        return answer
-
-
 class GroupPort(Generic[Order, Report]):
     """Connects rank 0's step loop to a feature's executors on all ranks: it gives them orders, and takes notices, which
     `merge` makes of their reports. An engine with one rank is a group of one."""
@@ -98,7 +66,7 @@ class GroupPort(Generic[Order, Report]):
         """own: the executor of this rank."""
         self.own = own
         self.close = own.close
-        self.order: Callable[[Order], None]  # gives an order to every rank, this one among them
+        self.order: Callable[[Order], None]  # set by the feature: gives an order to every rank, this one among them
         self.merged: list[Any] = []  # notices for the step loop
         self._reported: deque[tuple[int, Report]] = deque()  # by followers, with their rank
 

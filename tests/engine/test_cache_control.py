@@ -9,9 +9,9 @@ import msgspec
 import pytest
 
 from emberline.engine.cache_control import CacheControl, StoredCache
+from emberline.engine.ranks.messages import encoder
 from emberline.kv import slices
 from emberline.kv.host_memory import HostMemory
-from emberline.kv.retention import Retention
 from emberline.kv.tiers.disk.disk_folder import model_folder
 from emberline.kv.tiers.disk.disk_tier import DiskTier
 from emberline.kv.tiers.group_tiers import GroupTiers
@@ -19,7 +19,7 @@ from emberline.kv.tiers.host import HostTier
 from emberline.kv.tiers.manager import TierManager
 from emberline.kv.tiers.messages import SavedBlock
 from emberline.kv.tiers.mover import HostMover
-from emberline.kv.tiers.orders import TierOrder, without_conversation
+from emberline.kv.tiers.orders import TierOrder
 from emberline.kv.tiers.tier import BlockId, BlockMeta, layout_tag
 from emberline.protocol import block_hash
 from emberline.protocol.block_hash import KVGroup
@@ -42,7 +42,7 @@ class Worker:
         self.host.allocate_all()
         memory = HostMemory([memoryview(bytearray(4 * GROUP.block_bytes))], [GROUP.block_bytes])
         self.tiers = GroupTiers(TierManager([GROUP], HostMover(memory), self.host, [self.disk], 1e9))
-        self.tiers.start(Retention(), lambda order: self.tiers.own.execute([order]))
+        self.tiers.order = lambda order: self.tiers.own.execute([order])
         self.device_purges: list[tuple[bytes | None, bytes]] = []
         stored = StoredCache("model", self.tiers, KEY, disk_path)
         self.control = CacheControl(stored, self.purge_device)
@@ -142,7 +142,7 @@ class Ranks(Worker):
     def __init__(self, disk_path: Path) -> None:
         self.managers = [self.open_rank(disk_path / str(rank), rank) for rank in range(2)]
         self.tiers = GroupTiers(self.managers[0])
-        self.tiers.start(Retention(), self.order)
+        self.tiers.order = self.order
         self.control = CacheControl(StoredCache("model", self.tiers, KEY))
 
     def open_rank(self, folder: Path, rank: int) -> TierManager:
@@ -157,7 +157,7 @@ class Ranks(Worker):
         return TierManager(HALVES[rank], HostMover(memory), HostTier(1 << 20, sizes), [disk], 1e9, HALVES)
 
     def order(self, order: TierOrder) -> None:
-        sent = msgspec.msgpack.decode(msgspec.msgpack.encode(order, enc_hook=without_conversation), type=TierOrder)
+        sent = msgspec.msgpack.decode(encoder.encode(order), type=TierOrder)
         self.managers[0].execute([order])
         self.managers[1].execute([sent])
 
@@ -214,7 +214,8 @@ def test_an_export_of_several_ranks_is_of_whole_blocks(tmp_path: Path) -> None:
     assert one.run(CacheCommand(2, "export", SALT, SESSION, str(again))).blocks == {"exported": 8}
     assert others.run(CacheCommand(1, "import", SALT, path=str(again))).blocks == {"imported": 8}
     assert others.stored(2) == [whole_block(0, 2), whole_block(1, 2)]
-    assert others.tiers.find(layout_tag(ELSEWHERE), [block_id(2).key]) == ["host"]  # where the block's other part is
+    # where the block's other part is:
+    assert others.tiers.own.find(layout_tag(ELSEWHERE), [block_id(2).key]) == ["host"]
     for tier in ranks.managers[1].all_tiers:
         tier.remove([BlockId(block_id(2).key, layout_tag(HALVES[1][0]))])
     (tmp_path / "export").unlink()
@@ -232,7 +233,7 @@ def whole_tiers(disk_path: Path) -> Worker:
     disk = DiskTier(disk_path, groups, 1 << 20, KEY, fingerprint="model")
     memory = HostMemory([memoryview(bytearray(size)) for size in sizes], sizes)
     worker.tiers = GroupTiers(TierManager(groups, HostMover(memory), HostTier(1 << 20, sizes), [disk], 1e9))
-    worker.tiers.start(Retention(), lambda order: worker.tiers.own.execute([order]))
+    worker.tiers.order = lambda order: worker.tiers.own.execute([order])
     worker.control = CacheControl(StoredCache("model", worker.tiers, KEY))
     return worker
 

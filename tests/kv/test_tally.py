@@ -1,6 +1,6 @@
 """Reports of several ranks about the same items: the last one completes an item, one that is lost is lost for all."""
 
-from emberline.kv.tally import Answers, Tally
+from emberline.kv.tally import Tally
 from emberline.kv.tiers.messages import Saved
 from emberline.kv.tiers.orders import Flushed
 
@@ -31,19 +31,11 @@ def test_what_nobody_expects_is_ignored():
 
 
 def test_an_order_is_answered_when_all_have_answered():
-    answers = Answers()
-    answers.expect(Saved, 1, 2)
-    answers.expect(Saved, 2, 1)
-    assert answers.said(Saved(1), 1) is None
-    assert answers.said(Flushed(1), 1) is None, "another kind, which no order expects"
-    assert answers.said(Saved(2), 2) == Saved(2)
-    assert answers.said(Saved(1), 1) == Saved(1)
-    assert answers.said(Saved(1), 1) is None, "once"
-
-
-def test_answers_that_differ_merge_by_the_rule_of_their_kind():
-    answers = Answers({Flushed: Flushed.merged})
-    answers.expect(Flushed, 1, 3)
-    assert answers.said(Flushed(1, {"host": 3}), 1) is None
-    assert answers.said(Flushed(1, {"host": 2, "disk": 4}, "rank 1 failed"), 1) is None
-    assert answers.said(Flushed(1, {}, "rank 2 failed"), 1) == Flushed(1, {"host": 3, "disk": 4}, "rank 1 failed")
+    tally = Tally()
+    tally.expect([(Saved, 1)], 2)
+    tally.expect([(Saved, 2)], 1)
+    assert tally.said([(Saved, 1)]) == ([], [])
+    assert tally.said([(Flushed, 1)]) == ([], []), "another kind, which no order expects"
+    assert tally.said([(Saved, 2)]) == ([(Saved, 2)], [])
+    assert tally.said([(Saved, 1)]) == ([(Saved, 1)], [])
+    assert tally.said([(Saved, 1)]) == ([], []), "once"

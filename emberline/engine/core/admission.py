@@ -3,10 +3,13 @@
 from collections.abc import Iterable
 from math import inf
 
+import numpy as np
+
 from emberline.engine.core.feature import Brought, Moments
 from emberline.engine.core.limits import WorkLimits
 from emberline.engine.core.plan import Admission, StepPlan
 from emberline.engine.core.queues import Queues
+from emberline.engine.core.rows import Cell
 from emberline.engine.core.sequence import NO_SLOT, Hold, Sequence
 from emberline.kv.cache import KVCache, PrefixHit
 from emberline.protocol.block_hash import BLOCK_TOKENS
@@ -198,10 +201,10 @@ class AdmissionPolicy:
 
     def _reserved(self) -> list[int]:
         """Blocks of each group that running sequences still need for the tokens they have, and one more for each."""
-        running = self._queues.running
-        reserved = [len(running)] * len(self._cache.groups)
-        for seq in running:
-            if seq.n_tokens - seq.n_computed > 1:
-                owed = self._cache.owed(seq.table, seq.n_tokens)
-                reserved = [n + more for n, more in zip(reserved, owed)]
+        queues, by_slot = self._queues, self._queues.rows.by_slot  # free slots have zeros
+        reserved = [len(queues.running)] * len(self._cache.groups)
+        for slot in np.flatnonzero(by_slot[Cell.N_KNOWN] - by_slot[Cell.N_COMPUTED] > 1).tolist():
+            seq = queues.by_slot[slot]
+            owed = self._cache.owed(seq.table, seq.n_tokens)
+            reserved = [n + more for n, more in zip(reserved, owed)]
         return reserved

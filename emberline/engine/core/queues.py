@@ -93,6 +93,8 @@ class Queues:
         """Tokens that running sequences have to compute before their next ones are sampled."""
         by_slot = self.rows.by_slot  # free slots have zeros
         n_due = by_slot[Cell.N_KNOWN] + by_slot[Cell.N_SAMPLING] - by_slot[Cell.N_COMPUTED]
+        if n_due.max() <= 1 and not self.rows.flags & Flag.PREFILL_ONLY:
+            return 0  # all decode
         return int(np.maximum(n_due - (by_slot[Cell.FLAGS] & Flag.PREFILL_ONLY == 0), 0).sum())
 
     def select(self, slots: Places, flags: int = -1) -> Selection:
@@ -113,6 +115,7 @@ class Queues:
             seq.flags,
             seq.last_planned,
         )
+        self.rows.flags |= seq.flags
         self.stop_ids.update(seq.stop_ids)
         self.n_admitted = (self.n_admitted + 1) % MAX_ADMISSIONS
         self.grown(seq)

@@ -82,7 +82,7 @@ class Rows:
         self.slots, self._slots_at = np.zeros(0, np.intp), 0
         self._plain, self._n_dues = np.zeros(n_slots, np.bool_), np.zeros(n_slots, np.int64)
         self.plain, self.n_dues = self._plain[:0], self._n_dues[:0]  # plain ones; tokens that each has to compute
-        self.flags = 0  # that any running sequence has
+        self.flags = 0  # that any running sequence has, since the plan
         self.n_plain = 0
         self._grown: list[tuple[int | list[int], list[int] | list[list[int]]]] = []  # columns, new blocks by group
         self._found = np.zeros((2, n_slots), np.int64)

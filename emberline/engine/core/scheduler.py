@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Many
 from math import inf
 from operator import itemgetter
+from struct import unpack
 from typing import TypeVar
 
 import msgspec
@@ -269,14 +270,14 @@ class Scheduler:
         if not queues.stop_ids.keys().isdisjoint(ids):
             stops = bytes(map(queues.stop_ids.__contains__, ids))
         packed, (left, full) = queues.rows.take_in(plan.columns.cells, ids, stops, ~Flag.NO_DRAFTS)
-        slots, tokens = plan.columns.slots, [packed[at : at + 4] for at in range(0, 4 * n, 4)]
+        slots, tokens = plan.columns.slots, list(unpack("4s" * n, packed))
         self._absorbed += [queues.by_slot[slots[place]] for place in full]
         for place in reversed(left):
             del slots[place], tokens[place]
         seqs = [queues.by_slot[slot] for slot in slots]
-        for seq, token_id in zip(seqs, tokens):
-            seq.ids += token_id
-        self._deltas += [TokenDelta(seq.request.id, token_id) for seq, token_id in zip(seqs, tokens)]
+        for output, token_id in zip([seq.ids for seq in seqs], tokens):
+            output += token_id
+        self._deltas += map(TokenDelta, [seq.request.id for seq in seqs], tokens)
         self._totals.output_tokens += len(slots)
         if not left:
             return zip(plan.others, firsts)
@@ -326,8 +327,7 @@ class Scheduler:
         """At the end of a step, while the device computes the next one: what no plan has to wait for. Full blocks of
         replies are published, as far as steps have computed them that were absorbed."""
         for seq in self._absorbed:
-            if seq.n_done >= BLOCK_TOKENS * (seq.table.n_published + 1):  # one row in BLOCK_TOKENS has a full block
-                self.admission.publish(seq)
+            self.admission.publish(seq)
         self._absorbed.clear()
         for catch_up in self._moments.catch_up:
             catch_up()

@@ -18,7 +18,8 @@ from typing import Any
 import msgspec
 
 from emberline.engine.core.plan import Columns, StepPlan
-from emberline.kv.tiers.orders import TierOrder, TierReport, without_conversation
+from emberline.kv.retention import Conversation
+from emberline.kv.tiers.orders import TierOrder, TierReport
 from emberline.kv.transfer.notices import Notice
 from emberline.kv.transfer.orders import TransferOrder
 from emberline.protocol.block_hash import KVGroup
@@ -138,8 +139,9 @@ StepMessage = Launch | SampleStep | Prepare | End
 
 
 def _encode(value: Any) -> Any:
-    """Turn a value that msgspec cannot encode into plain data: the columns of a plan, or an order of the tiers."""
-    return value.encode() if isinstance(value, Columns) else without_conversation(value)
+    """Turn the columns of a plan into plain data, and a conversation, which means nothing elsewhere, into null."""
+    assert isinstance(value, Columns | Conversation), f"{type(value).__name__} is no plain data"
+    return value.encode() if isinstance(value, Columns) else None
 
 
 def _decode(kind: type, value: Any) -> Any:

@@ -39,7 +39,7 @@ from emberline.engine.ranks.plan_channel import ConnectionReader, PlanReader, Pl
 from emberline.engine.ranks.plan_ring import RingClosed
 from emberline.kernels.collectives import ParallelGroups
 from emberline.kv.transfer.connection import PeerConnection, PeerConnectionLost
-from emberline.kv.transfer.orders import dialed
+from emberline.kv.transfer.manager import dialed
 from emberline.protocol.block_hash import KVGroup
 from emberline.protocol.errors import BadInput
 from emberline.protocol.parallel_layout import Layout, Position

@@ -19,7 +19,8 @@ from emberline.kv.cache import BlockTable, KVCache
 from emberline.kv.groups import counted_group
 from emberline.kv.tiers import fetch_policy
 from emberline.kv.tiers.fetch_policy import ComputeQueue, TierRun
-from emberline.kv.tiers.messages import BlocksFetched, Item, TierPort, WantedBlock
+from emberline.kv.tiers.group_tiers import GroupTiers
+from emberline.kv.tiers.messages import BlocksFetched, Item, WantedBlock
 from emberline.kv.tiers.tier import BlockId, layout_tag
 from emberline.protocol.block_hash import BLOCK_TOKENS
 
@@ -75,7 +76,7 @@ class RunningFetch:
 class TierFetches:
     """Owner of the tables of fetches, and of blocks that a cancelled fetch may still write."""
 
-    def __init__(self, cache: KVCache, port: TierPort, budget: StepBudget) -> None:
+    def __init__(self, cache: KVCache, port: GroupTiers, budget: StepBudget) -> None:
         self._cache = cache
         self._port = port
         self._budget = budget
@@ -148,7 +149,7 @@ class TierFetches:
         """Look up blocks of a group that keeps all of them."""
         known = self._cache.groups[g].index.find(keys)
         lacking = [n for n, block in enumerate(known) if block is None]
-        found = self._port.find(self._tags[g], keys if len(lacking) == len(keys) else [keys[n] for n in lacking])
+        found = self._port.own.find(self._tags[g], keys if len(lacking) == len(keys) else [keys[n] for n in lacking])
         if None in found:
             end = found.index(None)
             match.n_blocks = first + lacking[end]
@@ -162,7 +163,7 @@ class TierFetches:
         def has(g: int, j: int) -> bool:
             if keys[j] in groups[g].index or j in where[g]:
                 return True
-            (tier,) = self._port.find(self._tags[g], keys[j : j + 1])
+            (tier,) = self._port.own.find(self._tags[g], keys[j : j + 1])
             if tier is not None:
                 where[g][j] = tier
             return tier is not None
@@ -178,7 +179,7 @@ class TierFetches:
     def choose(self, seq: Sequence, match: TierMatch, compute: ComputeQueue) -> fetch_policy.Fetch | None:
         if match.n_blocks <= match.n_hit:
             return None
-        tiers, mover = self._port.queues()
+        tiers, mover = self._port.own.queues()
         n_tail = seq.n_tokens - match.n_blocks * BLOCK_TOKENS
         return fetch_policy.choose(list(self._runs(match)), tiers, mover, n_tail, compute, self._cache.windowed)
 
@@ -266,7 +267,7 @@ class TierFetches:
         keys = fetch.seq.keys
         tiers = list(map(fetch.match.where[g].get, blocks))
         if None in tiers:  # the device pool has evicted it since it was looked up
-            tiers = self._port.find(self._tags[g], [keys[j] for j in blocks])
+            tiers = self._port.own.find(self._tags[g], [keys[j] for j in blocks])
             for j in [j for j, tier in zip(blocks, tiers) if tier is None]:
                 self._shorten(fetch, j)
                 del blocks[j]
@@ -285,11 +286,11 @@ class TierFetches:
         self, fetch: RunningFetch, lacking: list[dict[int, int]], tiers: list[dict[int, str]]
     ) -> Iterator[WantedBlock]:
         """Yield blocks in the order of the chain, as far as a tier's reads of many blocks of one group allow."""
-        seq, tags, session = fetch.seq, self._tags, fetch.seq.session_digest
+        seq, tags = fetch.seq, self._tags
         order = sorted((j // ORDERED_BLOCKS, g, j) for g, blocks in enumerate(lacking) for j in blocks)
         for _, g, j in order:
             block_id = BlockId(seq.keys[j], tags[g])
-            yield WantedBlock((g, j), lacking[g][j], block_id, block_meta(seq, session, j), tiers[g][j])
+            yield WantedBlock((g, j), lacking[g][j], block_id, block_meta(seq, j), tiers[g][j])
 
     def fetched(self, notice: BlocksFetched) -> Sequence | None:
         """Publish blocks that have arrived. Returns the sequence if nothing of its fetch is missing any more."""

@@ -1,11 +1,14 @@
 """Blocks on their way from the device pool to the tiers: saved when they are published, not when they are evicted."""
 
+from collections import OrderedDict
+
 from emberline.engine.core.sequence import Sequence
 from emberline.kv.cache import KVCache
-from emberline.kv.tiers.messages import SavedBlock, TierPort
+from emberline.kv.tiers.group_tiers import GroupTiers
+from emberline.kv.tiers.messages import SavedBlock
 from emberline.kv.tiers.tier import BlockId, BlockMeta, layout_tag
 
-PART_BYTES = 32 << 20  # that are handed over together, and released together when they are copied
+PART_BYTES = 128 << 20  # that are handed over together, and released together when they are copied
 MAX_PINNED_SHARE = 8  # at most one in so many blocks of the device pool is referenced because it is being saved
 # Blocks of running sequences wait for others, up to MAX_STEPS, because each save wakes two threads. MIN_BLOCKS, or a
 # quarter of what may be referenced, are enough: the pool of a small worker is evicted within a few steps.
@@ -15,12 +18,12 @@ MIN_BLOCKS, MAX_STEPS = 64, 8
 class BlockSaver:
     """A block that waits to be saved is not referenced: if it is evicted before, it is not saved."""
 
-    def __init__(self, cache: KVCache, port: TierPort) -> None:
+    def __init__(self, cache: KVCache, port: GroupTiers) -> None:
         self._cache = cache
         self._port = port
-        self._layouts = [group.layout for group in cache.groups]
-        self._tags = [layout_tag(layout) for layout in self._layouts]
-        self._waiting: dict[tuple[int, bytes], BlockMeta] = {}  # by group and content key, in order
+        self._sizes = [group.layout.block_bytes for group in cache.groups]
+        self._tags = [layout_tag(group.layout) for group in cache.groups]
+        self._waiting: OrderedDict[tuple[int, bytes], SavedBlock] = OrderedDict()  # by group and content key
         self._n_steps = 0  # that the oldest waiting block has waited
         self.urgent = False  # blocks wait that no running sequence references: the next plan may evict them
         self._saves: dict[int, list[SavedBlock]] = {}  # by number: what is being copied
@@ -31,12 +34,11 @@ class BlockSaver:
 
     def published(self, seq: Sequence, first: int, end: int) -> None:
         """The blocks first .. end - 1 of the sequence's table are in the prefix index."""
-        session = seq.session_digest
-        for g, (group, held) in enumerate(zip(self._cache.groups, seq.table.groups)):
+        for g, (group, held, tag) in enumerate(zip(self._cache.groups, seq.table.groups, self._tags)):
             for j in range(max(first, held.n_passed), end):
-                key = seq.keys[j]
-                if key in group.index and group.index.block(key) == held.blocks[j]:
-                    self._waiting[g, key] = block_meta(seq, session, j)
+                key, block = seq.keys[j], held.blocks[j]
+                if group.index.key(block) == key:
+                    self._waiting[g, key] = SavedBlock(g, block, BlockId(key, tag), block_meta(seq, j))
 
     def step_ends(self) -> None:
         """Hand over what waits if it is enough, urgent or has waited long."""
@@ -47,47 +49,40 @@ class BlockSaver:
     def dispatch(self) -> None:
         """Hand over as many blocks as may be read at once, in parts."""
         self._n_steps, self.urgent = 0, False
-        if not self._waiting:
-            return
-        room = self._port.max_saving - self._pinned_bytes
-        part: list[SavedBlock] = []
-        part_bytes = 0
-        while self._waiting and room > 0 and self._n_pinned < self._max_pinned:
-            g, key = next(iter(self._waiting))
-            meta = self._waiting.pop((g, key))
-            group = self._cache.groups[g]
-            if key not in group.index:
+        part, n_bytes, waiting, groups = list[SavedBlock](), 0, self._waiting, self._cache.groups
+        while waiting and self._pinned_bytes < self._port.own.max_saving and self._n_pinned < self._max_pinned:
+            _, saved = waiting.popitem(last=False)
+            if groups[saved.group].index.key(saved.block) != saved.id.key:
                 continue  # evicted meanwhile
-            block = group.index.block(key)
-            self._cache.pin(g, block)
+            size = self._sizes[saved.group]
+            if n_bytes + size > PART_BYTES and part:
+                self._save(part)
+                part, n_bytes = [], 0
+            self._cache.pin(saved.group, saved.block)
             self._n_pinned += 1
-            n_bytes = self._layouts[g].block_bytes
-            if part and part_bytes + n_bytes > PART_BYTES:
-                self._save(part, part_bytes)
-                part, part_bytes = [], 0
-            room -= n_bytes
-            part_bytes += n_bytes
-            part.append(SavedBlock(g, block, BlockId(key, self._tags[g]), meta))
+            self._pinned_bytes += size
+            n_bytes += size
+            part.append(saved)
         if part:
-            self._save(part, part_bytes)
+            self._save(part)
 
-    def _save(self, part: list[SavedBlock], n_bytes: int) -> None:
+    def _save(self, part: list[SavedBlock]) -> None:
         self._n_saves += 1
         self._saves[self._n_saves] = part
-        self._pinned_bytes += n_bytes
         self._port.save(self._n_saves, part)
 
     def saved(self, number: int) -> None:
         """Give up the references to the blocks of a save, which are copied."""
         blocks = self._saves.pop(number)
-        for g, layout in enumerate(self._layouts):
+        for g, size in enumerate(self._sizes):
             mine = [saved.block for saved in blocks if saved.group == g]
             self._cache.unpin_all(g, mine)
-            self._pinned_bytes -= layout.block_bytes * len(mine)
+            self._pinned_bytes -= size * len(mine)
         self._n_pinned -= len(blocks)
 
 
-def block_meta(seq: Sequence, session: bytes, j: int) -> BlockMeta:
-    parent = seq.keys[j - 1] if j else seq.root_key
-    conversation = seq.table.conversation
-    return BlockMeta(owner=seq.root_key, session=session, position=j, parent=parent, conversation=conversation)
+def block_meta(seq: Sequence, j: int) -> BlockMeta:
+    """Return the metadata of block j of a sequence, for tiers."""
+    owner, session = seq.table.owner
+    parent = seq.keys[j - 1] if j else owner
+    return BlockMeta(owner, session, position=j, parent=parent, conversation=seq.table.conversation)

@@ -13,7 +13,8 @@ from emberline.engine.tiers.fetching import TierFetches, TierMatch
 from emberline.engine.tiers.saving import BlockSaver
 from emberline.engine.tiers.step_budget import StepBudget
 from emberline.kv.tiers.fetch_policy import ComputeQueue
-from emberline.kv.tiers.messages import BlocksFetched, Notice, Saved, TierPort
+from emberline.kv.tiers.group_tiers import GroupTiers
+from emberline.kv.tiers.messages import BlocksFetched, Notice, Saved
 from emberline.protocol.frames import EngineLoad
 
 MAX_FETCHES = 2  # of a sequence, between two admissions
@@ -54,9 +55,9 @@ class Tiering(Feature):
 
     name = "tiers"
 
-    def __init__(self, port: TierPort) -> None:
+    def __init__(self, port: GroupTiers) -> None:
         self._port = port
-        self.executor, self.sources = port.own, port.changes
+        self.executor, self.sources = port.own, port.own.changes
         self._budget = StepBudget()
         self._notices: deque[Notice] = deque()  # that the last step had no time for
         self._waiting: dict[int, _Waiting] = {}  # by sequence number; fetching ones, too
@@ -70,7 +71,8 @@ class Tiering(Feature):
         super().attach(core)
         self.saver = BlockSaver(core.cache, self._port)
         self.fetches = TierFetches(core.cache, self._port, self._budget)
-        self._port.start(core.cache.retention, partial(core.order, self.name))
+        self._port.order = partial(core.order, self.name)
+        self._port.own.follow(core.cache.retention)
 
     # --- a sequence --------------------------------------------------------------------------------------------------
 
@@ -98,7 +100,7 @@ class Tiering(Feature):
         self._waiting.pop(seq.number, None)
         self._undecided.pop(seq.number, None)
         if n_hit:
-            self._port.used(seq.keys[:n_hit], seq.table.conversation)
+            self._port.own.used(seq.keys[:n_hit], seq.table.conversation)
 
     def published(self, seq: Sequence, first: int, end: int) -> None:
         """Save new blocks at the end of the step, or before the next plan."""
@@ -112,7 +114,7 @@ class Tiering(Feature):
         """End the fetch of a sequence, and tell the tiers if its session is over."""
         if seq.request.session_final and (session := seq.session_digest):
             conversation = seq.table.conversation
-            self._port.retire(seq.root_key, session, 0 if conversation is None else conversation.n_shared)
+            self._port.own.retire(seq.root_key, session, 0 if conversation is None else conversation.n_shared)
         self._waiting.pop(seq.number, None)
         self._undecided.pop(seq.number, None)
         self.saver.urgent = True
@@ -174,10 +176,10 @@ class Tiering(Feature):
     def _consider(self, seq: Sequence, n_hit: int) -> Verdict:
         """Begin to fetch what the device pool lacks of a waiting sequence, or not; there is room for it."""
         state, now_s = self._undecided[seq.number], self.core.admission.now_s
-        if self._port.remote and not state.answered and seq.max_cached - n_hit >= MIN_LOOK_UP_BLOCKS:
+        if self._port.own.remote and not state.answered and seq.max_cached - n_hit >= MIN_LOOK_UP_BLOCKS:
             if state.asked_s == inf:
                 state.asked_s = now_s
-                self._port.look_up(seq.number, self.fetches.ids(seq, n_hit))
+                self._port.own.look_up(seq.number, self.fetches.ids(seq, n_hit))
             if now_s < state.asked_s + LOOK_UP_S:
                 return Verdict.WAIT
         match = state.match
@@ -268,10 +270,10 @@ class Tiering(Feature):
     def report(self, load: EngineLoad) -> None:
         """Add fetches and tiers to a load report."""
         load.fetching, load.fetching_tokens = len(self.fetches), self.fetches.n_tokens
-        load.tiers = self._port.stats()
+        load.tiers = self._port.own.stats()
         for tier in load.tiers if self.fetches.recomputed else ():
             tier.extra["recomputed"] = self.fetches.recomputed[tier.name]
 
     def report_s(self) -> float:
         """Time at which the statistics of tiers are to be reported again."""
-        return self._port.report_s
+        return self._port.own.report_s

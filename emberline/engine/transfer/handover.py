@@ -8,8 +8,9 @@ from emberline.engine.core.sequence import NO_SLOT, Flag, Hold, Sequence
 from emberline.engine.transfer.incoming import IncomingTransfers, transfer_failed
 from emberline.engine.transfer.outgoing import OutgoingTransfers
 from emberline.kv.transfer import notices
+from emberline.kv.transfer.group_transfers import GroupTransfers
 from emberline.kv.transfer.messages import Item
-from emberline.kv.transfer.notices import SenderNotice, TransferPort
+from emberline.kv.transfer.notices import SenderNotice
 from emberline.protocol.block_hash import BLOCK_TOKENS
 from emberline.protocol.errors import BadInput, EmberlineError
 from emberline.protocol.frames import EngineLoad
@@ -28,7 +29,7 @@ class Handover(Feature):
     name = "transfers"
     transfers_kv = True
 
-    def __init__(self, port: TransferPort, fingerprint: str) -> None:
+    def __init__(self, port: GroupTransfers, fingerprint: str) -> None:
         self._port = port
         self.executor = port.own
         self._fingerprint = fingerprint
@@ -41,7 +42,7 @@ class Handover(Feature):
     def attach(self, core: Core) -> None:
         """Keep the scheduler, over whose cache transfers are made."""
         super().attach(core)
-        self._port.start(partial(core.order, self.name))
+        self._port.order = partial(core.order, self.name)
         self.incoming = IncomingTransfers(core.cache, self._port, self._fingerprint, self._ready.append, self._fail)
         self.outgoing = OutgoingTransfers(core.cache, self._port)
 

@@ -12,8 +12,9 @@ from emberline.engine.core.sequence import Sequence
 from emberline.kv.cache import BlockTable, KVCache
 from emberline.kv.groups import counted_group
 from emberline.kv.transfer import notices
+from emberline.kv.transfer.group_transfers import GroupTransfers
 from emberline.kv.transfer.messages import Item, Offer
-from emberline.kv.transfer.notices import ReceiverNotice, ReceiverPort
+from emberline.kv.transfer.notices import ReceiverNotice
 from emberline.protocol.block_hash import BLOCK_TOKENS
 from emberline.protocol.errors import BadInput, Unavailable
 
@@ -63,7 +64,7 @@ class IncomingTransfers:
     def __init__(
         self,
         cache: KVCache,
-        receiver: ReceiverPort,
+        receiver: GroupTransfers,
         fingerprint: str,
         ready: Callable[[Sequence], None],
         fail: Callable[[Sequence, str], None],

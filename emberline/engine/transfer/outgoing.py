@@ -6,8 +6,9 @@ from math import inf
 
 from emberline.engine.core.sequence import Sequence
 from emberline.kv.cache import KVCache
+from emberline.kv.transfer.group_transfers import GroupTransfers
 from emberline.kv.transfer.messages import Item
-from emberline.kv.transfer.notices import BlocksReleased, OfferGranted, SendAcked, SenderNotice, SenderPort
+from emberline.kv.transfer.notices import BlocksReleased, OfferGranted, SendAcked, SenderNotice
 
 TIMEOUT_S = 60.0  # for a grant, or for the ack of the last block: no slot is held meanwhile
 
@@ -26,7 +27,7 @@ class OutgoingTransfer:
 class OutgoingTransfers:
     """Owns the references that keep blocks in place while the sender reads them."""
 
-    def __init__(self, cache: KVCache, sender: SenderPort) -> None:
+    def __init__(self, cache: KVCache, sender: GroupTransfers) -> None:
         self._cache = cache
         self._sender = sender
         self._open: dict[int, OutgoingTransfer] = {}  # by the sequence's number

@@ -52,12 +52,10 @@ from emberline.kv.cache import KVCache
 from emberline.kv.groups import split_bytes
 from emberline.kv.tiers.group_tiers import GroupTiers
 from emberline.kv.tiers.host import Segment
-from emberline.kv.tiers.messages import TierPort
 from emberline.kv.tiers.mover import BlockMover, HostMover
 from emberline.kv.transfer.group_transfers import GroupTransfers
 from emberline.kv.transfer.host_transfers import host_transfers
 from emberline.kv.transfer.manager import TransferManager
-from emberline.kv.transfer.notices import TransferPort
 from emberline.protocol.block_hash import KVGroup
 from emberline.protocol.credential import client_context, server_context
 from emberline.protocol.errors import BadInput
@@ -427,9 +425,9 @@ def build_scheduler(
     fingerprint: str,
     grammars: Guides | None = None,
     prefill: PrefillPolicy | None = None,
-    transfers: TransferPort | None = None,
+    transfers: GroupTransfers | None = None,
     speculation: Speculation | None = None,
-    tiers: TierPort | None = None,
+    tiers: GroupTiers | None = None,
     micro_batches: int = 1,
     guide_threads: GuideThreads | None = None,
     images: PromptImages | None = None,

@@ -51,7 +51,7 @@ from emberline.protocol.block_hash import KVGroup
 from emberline.protocol.frames import TierStats
 
 MAX_EVICTED = 1 << 16  # evictions that followers are yet to hear of; of older ones they keep the blocks for longer
-BATCH_BYTES = 32 << 20  # of one copy between host memory and the device
+BATCH_BYTES = 32 << 20  # of one copy to the device
 SAVING_BYTES = 2 << 30  # of the device pool that are being saved at once: the blocks of a step, which come together
 LOADS_IN_FLIGHT = 2
 STATS_S = 1.0  # age at which statistics are made anew
@@ -179,12 +179,13 @@ class TierManager:
         return found
 
     def follow(self, retention: Retention) -> None:
+        """Keep blocks as long as this retention thinks. Called once, first."""
         for tier in self._all:
             if isinstance(tier, Retained):
                 tier.follow(retention)
 
     def used(self, keys: Sequence[bytes], conversation: Conversation | None) -> None:
-        """Keep blocks that were found in the device pool as if they were read from a tier."""
+        """Keep blocks that a turn of a conversation has found in the device pool, as if they were read from a tier."""
         self._saves.put(partial(self._tell, keys, lambda tier, ids: tier.touch(ids, conversation)))
 
     def retire(self, owner: bytes, session: bytes, first: int) -> None:
@@ -200,6 +201,7 @@ class TierManager:
                 call(tier, ids)
 
     def find(self, tag: bytes, keys: Sequence[bytes]) -> list[str | None]:
+        """Return the name of the fastest tier that holds each block, of one layout."""
         if self._host.capacity_bytes < max(self.sizes):  # none could be allocated: nothing passes
             return [None] * len(keys)
         tag = self._stands_for.get(tag, tag)
@@ -213,6 +215,7 @@ class TierManager:
         return found
 
     def look_up(self, number: int, ids: Sequence[BlockId]) -> None:
+        """Ask remote tiers what they hold, for `find`. Answered by `LookedUp`."""
         workers = [worker for worker in self._workers.values() if worker.tier.remote]
         left = [len(workers)]
 
@@ -227,6 +230,7 @@ class TierManager:
             worker.look_up(ids, done)
 
     def fetch(self, number: int, blocks: Iterable[WantedBlock]) -> None:
+        """Begin a fetch, or add blocks to it. Fetches have numbers of their own, which are not used again."""
         with self._lock:
             fetch = self._fetches.setdefault(number, Fetch(number))
         self._wanted.put((fetch, blocks))
@@ -268,6 +272,7 @@ class TierManager:
         return writing
 
     def queues(self) -> tuple[dict[str, TierQueue], TierQueue]:
+        """Return what a fetch has to expect of each tier, and of the copies into the device pool."""
         load = self._load_rate.queue()
         return {name: self._workers[name].queue() if name in self._workers else load for name in self.names}, load
 
@@ -517,21 +522,18 @@ class TierManager:
         copied: list[tuple[SavedBlock, Slot]] = []
         for group in {block.group for block in blocks}:
             wanted = [block for block, lacks in zip(blocks, lacked) if lacks and block.group == group]
-            n = max(1, BATCH_BYTES // self.sizes[group])
-            for start in range(0, len(wanted), n):
-                part = wanted[start : start + n]
-                slots = self._host.take(self.sizes[group], len(part), wait_s=0.05)
-                self._n_unsaved += len(part) - len(slots)
-                if not slots:
-                    continue  # all are in use: what is not saved now is lost when the device evicts it
-                pairs = list(zip(part, slots))
-                try:
-                    self._mover.save([BlockCopy(group, block.block, slot) for block, slot in pairs]).wait()
-                except Exception:
-                    self._host.drop(slots)
-                    _log.exception("blocks could not be copied to host memory")
-                    continue
-                copied += pairs
+            slots = self._host.take(self.sizes[group], len(wanted), wait_s=0.05) if wanted else []
+            self._n_unsaved += len(wanted) - len(slots)
+            if not slots:
+                continue  # all are in use: what is not saved now is lost when the device evicts it
+            pairs = list(zip(wanted, slots))
+            try:
+                self._mover.save([BlockCopy(group, block.block, slot) for block, slot in pairs]).wait()
+            except Exception:
+                self._host.drop(slots)
+                _log.exception("blocks could not be copied to host memory")
+                continue
+            copied += pairs
         return copied
 
     def _distribute(self, copied: list[tuple[SavedBlock, Slot]]) -> None:

@@ -2,14 +2,13 @@
 
 Rank 0 decides what is saved, fetched and evicted, and every rank does it with its own slice of each block. A block has
 the same number in the device pools of all ranks, and the same content key. Layout tags are each rank's own, and a
-conversation is known to rank 0 alone: `without_conversation` leaves it out of what is sent.
+conversation is known to rank 0 alone: `ranks.messages` leaves it out of what is sent.
 """
 
 from typing import ClassVar, NamedTuple
 
 import msgspec
 
-from emberline.kv.retention import Conversation
 from emberline.kv.tiers.messages import BlocksFetched, LookedUp, Saved, SavedBlock, WantedBlock
 from emberline.kv.tiers.tier import BlockMeta
 
@@ -100,12 +99,6 @@ class Flushed(msgspec.Struct, frozen=True, tag=True):
     purged: dict[str, int] = {}  # blocks by tier
     error: str = ""
 
-    def merged(self, other: "Flushed") -> "Flushed":
-        """Return the answers of two ranks as one. A block counts once: ranks have slices of the same blocks."""
-        tiers = self.purged.keys() | other.purged.keys()
-        purged = {tier: max(self.purged.get(tier, 0), other.purged.get(tier, 0)) for tier in tiers}
-        return Flushed(self.number, purged, self.error or other.error)
-
 
 class SlicesRead(msgspec.Struct, frozen=True, tag=True):
     """A rank's slices of the blocks of a `ReadBlocks`, in their order. None: no tier has the block."""
@@ -119,9 +112,3 @@ class BlocksWritten(msgspec.Struct, frozen=True, tag=True):
 
 
 TierReport = Saved | BlocksFetched | FetchCancelled | Flushed | LookedUp | SlicesRead | BlocksWritten
-
-
-def without_conversation(value: object) -> None:
-    """Encode a conversation, which means nothing to another process, as null."""
-    if not isinstance(value, Conversation):
-        raise TypeError(f"{type(value).__name__} is no plain data")

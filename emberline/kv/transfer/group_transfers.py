@@ -6,13 +6,13 @@ a transfer is granted, received or acknowledged when all its parts are, and lost
 no peer reads or writes them.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
 from emberline.kv.slices import SliceMismatch, Slices, routes
-from emberline.kv.tally import Answers, GroupPort, Tally
+from emberline.kv.tally import GroupPort, Tally
 from emberline.kv.transfer.manager import TransferManager
 from emberline.kv.transfer.messages import Denied, Grant, Item, Offer, Revoke
 from emberline.kv.transfer.notices import (
@@ -42,7 +42,7 @@ Peer = tuple[int, int]  # our rank, and the number of a connection there
 class _Outgoing:
     push: Push
     n_parts: int
-    answers: Answers = field(default_factory=Answers)  # of parts that are granted, and acknowledged
+    awaited: Tally[type] = field(default_factory=Tally)  # notices that each part gives once
     ended: bool = False  # the step loop knows
     readers: Tally[Item] = field(default_factory=Tally)  # blocks that some part still reads
 
@@ -53,13 +53,14 @@ class _Incoming:
     offer: Offer  # of all parts, as if it were of whole blocks
     parts: dict[tuple[int, int], Peer | None]  # by the ranks of both sides: who offers the part, once it is offered
     epoch: int = 0  # from the grant on
-    writing: set[Peer] = field(default_factory=set)  # that may write
+    stopped: set[Peer] = field(default_factory=set)  # peers that write no more
     missing: Tally[Item] = field(default_factory=Tally)  # blocks of which some part was not received yet
     ending: Notice | None = None  # what the step loop is told once no peer writes any more
 
     @property
     def peers(self) -> set[Peer]:
-        return {peer for peer in self.parts.values() if peer is not None}
+        """Peers that may write, or that wait for a grant."""
+        return {peer for peer in self.parts.values() if peer is not None} - self.stopped
 
     @property
     def is_offered(self) -> bool:
@@ -68,13 +69,9 @@ class _Incoming:
 
 
 class GroupTransfers(GroupPort[TransferOrder, Notice]):
-    """A `notices.TransferPort`, which gives orders to the transfers of every rank, its own among them."""
+    """Gives orders to the transfers of every rank, those of this one (`own`) among them."""
 
     own: TransferManager
-
-    def start(self, order: Callable[[TransferOrder], None]) -> None:
-        """Give orders to all ranks by this function, this one among them."""
-        self.order = order
 
     def __init__(self, own: TransferManager, ranks: tuple[Slices, ...] = ()) -> None:
         """ranks: slices that each rank of the group has of a block; empty if this engine has one rank."""
@@ -90,7 +87,7 @@ class GroupTransfers(GroupPort[TransferOrder, Notice]):
     def merge(self, rank: int, report: Notice) -> None:
         """Take in a notice of a rank, about a part of a transfer."""
         if isinstance(report, SenderNotice):
-            self._merge_sent(report)
+            self._merge_sent(report, report.number // MAX_RANKS)
         elif isinstance(report, OfferReceived):
             self._on_offer(report.offer, (rank, report.peer))
         elif isinstance(report, SenderLost):
@@ -101,41 +98,42 @@ class GroupTransfers(GroupPort[TransferOrder, Notice]):
             self.merged.append(report)
         elif (incoming := self._by_epoch.get(report.epoch)) is None:
             pass  # all its blocks were received
-        elif isinstance(report, BlocksReceived):
-            self._merge_received(incoming, report)
-        else:
+        elif isinstance(report, EpochReleased):
             self._stopped(incoming, (rank, report.peer))
+        else:
+            complete, _ = incoming.missing.said(report.items)
+            if complete and incoming.ending is None:
+                self.merged.append(BlocksReceived(report.epoch, complete))
+            if not incoming.missing and incoming.ending is None:
+                self._forget(incoming)
 
     # --- sending ----------------------------------------------------------------------------------------------------
 
     def offer(self, number: int, push: Push, n_blocks: int, key: bytes) -> None:
-        """Offer the blocks of a sequence."""
+        """Offer the blocks of a sequence. Answered by `OfferGranted`, then `SendAcked`; or by `SendRejected`."""
         try:
-            out = _Outgoing(push, len(parts(push, self.own.ranks)))
+            n_parts = len(parts(push, self.own.ranks))
         except SliceMismatch as error:
             self.merged.append(SendRejected(number, f"the decode engine has another KV layout: {error}"))
             return
-        for kind in (OfferGranted, SendAcked):
-            out.answers.expect(kind, number, out.n_parts)
-        self._outgoing[number] = out
+        self._outgoing[number] = _Outgoing(push, n_parts, Tally([OfferGranted, SendAcked], n_parts))
         self.order(OfferParts(number, push, n_blocks, key))
 
     def send(self, number: int, items: Sequence[tuple[Item, int]]) -> None:
-        """Send blocks, which are referenced until `BlocksReleased` names them."""
+        """Send items, each from a block, which is referenced until `BlocksReleased` names the item."""
         out = self._outgoing[number]
         out.readers.expect([item for item, _ in items], out.n_parts)
         self.order(SendParts(number, out.push, list(items)))
 
     def cancel(self, number: int, message: str) -> None:
-        """End a transfer, complete or not."""
+        """End a transfer, complete or not: what is still to be sent is not. `BlocksReleased` names every item."""
         out = self._outgoing.get(number)
         if out is not None and not out.ended:
             out.ended = True
             self.order(CancelParts(number, out.push, message))
             self._forget_sent(number, out)
 
-    def _merge_sent(self, notice: SenderNotice) -> None:
-        number = notice.number // MAX_RANKS
+    def _merge_sent(self, notice: SenderNotice, number: int) -> None:
         out = self._outgoing.get(number)
         if out is None:
             return
@@ -143,11 +141,12 @@ class GroupTransfers(GroupPort[TransferOrder, Notice]):
             released, _ = out.readers.said(notice.items)
             if released:
                 self.merged.append(BlocksReleased(number, released))
+        elif out.ended:
+            return
         elif isinstance(notice, SendRejected):
-            if not out.ended:
-                self.merged.append(SendRejected(number, notice.message))
-                self.cancel(number, notice.message)
-        elif out.answers.said(notice, number) is not None and not out.ended:
+            self.merged.append(SendRejected(number, notice.message))
+            self.cancel(number, notice.message)
+        elif out.awaited.said([type(notice)])[0]:
             out.ended = isinstance(notice, SendAcked)
             self.merged.append(msgspec.structs.replace(notice, number=number))
         self._forget_sent(number, out)
@@ -160,10 +159,10 @@ class GroupTransfers(GroupPort[TransferOrder, Notice]):
 
     def grant(self, peer: int, transfer: str, epoch: int, blocks: list[dict[int, int]]) -> None:
         """Let the peers of a transfer write blocks."""
-        incoming = self._incoming.get(transfer)
-        if incoming is None or incoming.number != peer:
+        incoming = self._offered(peer, transfer)
+        if incoming is None:
             return  # `SenderLost` or `SenderGaveUp` is among the notices that are being handled
-        incoming.epoch, incoming.writing = epoch, incoming.peers
+        incoming.epoch = epoch
         self._by_epoch[epoch] = incoming
         items = [(g, j) for g, wanted in enumerate(blocks) for j in wanted]
         incoming.missing = Tally(items, len(incoming.parts))
@@ -173,18 +172,23 @@ class GroupTransfers(GroupPort[TransferOrder, Notice]):
 
     def deny(self, peer: int, transfer: str, message: str) -> None:
         """Refuse an offer."""
-        incoming = self._incoming.get(transfer)
-        if incoming is not None and incoming.number == peer:
+        if (incoming := self._offered(peer, transfer)) is not None:
             self._forget(incoming)
             self._tell(incoming.peers, Denied(transfer, message))
 
     def revoke(self, peer: int, epoch: int) -> None:
-        """End a grant. Answered by `EpochReleased` once no peer writes."""
+        """End a grant. Answered by `EpochReleased` once no peer writes, or by `SenderLost`."""
         incoming = self._by_epoch.get(epoch)
-        if incoming is not None:
-            self._end(incoming, EpochReleased(epoch))
-        else:
+        if incoming is None:
             self.merged.append(EpochReleased(epoch))
+            return
+        if incoming.ending is None:
+            self._tell(incoming.peers, Revoke(epoch))
+        incoming.ending = EpochReleased(epoch)
+
+    def _offered(self, peer: int, transfer: str) -> _Incoming | None:
+        incoming = self._incoming.get(transfer)
+        return incoming if incoming is not None and incoming.number == peer else None
 
     def _tell(self, peers: Iterable[Peer], message: Grant | Denied | Revoke) -> None:
         found: Peers = {}
@@ -231,21 +235,13 @@ class GroupTransfers(GroupPort[TransferOrder, Notice]):
                 offer = msgspec.structs.replace(offer, tags=(f"{', '.join(offer.tags)} ({error})",))
         return _Incoming(-self._n_incoming, offer, dict.fromkeys(wanted))
 
-    def _merge_received(self, incoming: _Incoming, notice: BlocksReceived) -> None:
-        complete, _ = incoming.missing.said(notice.items)
-        if incoming.ending is None:
-            if complete:
-                self.merged.append(BlocksReceived(notice.epoch, complete))
-            if not incoming.missing:
-                self._forget(incoming)
-
     # --- the end of a transfer --------------------------------------------------------------------------------------
 
     def _on_lost(self, peer: Peer, why: str) -> None:
         for incoming in [each for each in self._incoming.values() if peer in each.peers]:
             number, transfer = incoming.number, incoming.offer.transfer
             known = incoming.is_offered  # else a request may await it
-            self._end(incoming, SenderLost(number, why) if known else SenderGaveUp(number, transfer, 0, why), peer)
+            self._stopped(incoming, peer, SenderLost(number, why) if known else SenderGaveUp(number, transfer, 0, why))
 
     def _on_gave_up(self, peer: Peer, notice: SenderGaveUp) -> None:
         incoming = self._incoming.get(notice.transfer)
@@ -253,26 +249,18 @@ class GroupTransfers(GroupPort[TransferOrder, Notice]):
             self.merged.append(notice)
         elif peer in incoming.peers:  # where the message crossed our grant, that is revoked
             gave_up = SenderGaveUp(incoming.number, notice.transfer, incoming.epoch, notice.message)
-            self._end(incoming, gave_up, peer if notice.epoch == incoming.epoch else None)
+            self._stopped(incoming, peer if notice.epoch == incoming.epoch else None, gave_up)
 
-    def _end(
-        self, incoming: _Incoming, why: SenderLost | SenderGaveUp | EpochReleased, stopped: Peer | None = None
-    ) -> None:
-        """End a transfer of which some part has ended, or which the step loop ends: deny or revoke the others, and say
-        so once no peer writes."""
-        first = incoming.ending is None
-        if first or isinstance(why, EpochReleased):
+    def _stopped(self, incoming: _Incoming, peer: Peer | None, why: SenderLost | SenderGaveUp | None = None) -> None:
+        """Take note that a peer writes no more, or of why a transfer ends: its other parts are denied or revoked, and
+        the step loop is told once no peer writes."""
+        if peer is not None:
+            incoming.stopped.add(peer)
+        if why is not None and incoming.ending is None:
             incoming.ending = why
-        if first and incoming.epoch:
-            self._tell(incoming.writing - {stopped}, Revoke(incoming.epoch))
-        elif first and not isinstance(why, EpochReleased):
             reason = f"another rank of the prefill engine has ended it: {why.message}"
-            self._tell(incoming.peers - {stopped}, Denied(incoming.offer.transfer, reason))
-        if stopped is not None or not incoming.epoch:
-            self._stopped(incoming, stopped)
-
-    def _stopped(self, incoming: _Incoming, peer: Peer | None) -> None:
-        incoming.writing -= {peer}
-        if not incoming.writing and incoming.ending is not None:
+            end = Revoke(incoming.epoch) if incoming.epoch else Denied(incoming.offer.transfer, reason)
+            self._tell(incoming.peers, end)
+        if incoming.ending is not None and not (incoming.epoch and incoming.peers):
             self._forget(incoming)
             self.merged.append(incoming.ending)

@@ -19,14 +19,15 @@ from emberline.kv.transfer.orders import (
     SendParts,
     TellSenders,
     TransferOrder,
-    dialed,
-    part_number,
     parts,
 )
 from emberline.kv.transfer.receiver import Receiver
 from emberline.kv.transfer.sender import Sender, TransportOpener
 from emberline.kv.transfer.transport import BlockSink, ReceiveTransport, Target
 from emberline.protocol.block_hash import KVGroup
+from emberline.protocol.parallel_layout import MAX_RANKS
+
+_EVERY_INTERFACE = ("0.0.0.0", "[::]", "::")
 
 _log = logging.getLogger(__name__)
 
@@ -77,9 +78,10 @@ class TransferManager:
                     continue
                 for rank, to in parts(order.push, self.ranks):
                     if rank == self._rank:
-                        self._execute(part_number(order.number, to), order, to)
+                        self._execute(order.number * MAX_RANKS + to, order, to)
 
     def _execute(self, number: int, order: OfferParts | SendParts | CancelParts, to: int) -> None:
+        """Do the part of an order that concerns one rank of the receiver, under a number of its own."""
         if isinstance(order, OfferParts):
             self._offer(number, order, to)
         elif isinstance(order, SendParts):
@@ -154,3 +156,12 @@ class TransferManager:
             self._receivers[receiver.number] = receiver
         _log.info("a sender of KV has connected", extra={"peer": name})
         receiver.start()
+
+
+def dialed(address: str, worker: str) -> str:
+    """Return where a rank of the worker at this address is reached: one that listens on every interface is on the
+    worker's machine."""
+    host, _, port = address.removeprefix("tcp:").rpartition(":")
+    if host in _EVERY_INTERFACE and worker.startswith("tcp:"):
+        return f"{worker.rpartition(':')[0]}:{port}"
+    return address or worker

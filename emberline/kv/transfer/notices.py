@@ -5,13 +5,11 @@ transfer epochs and the quarantine (engine/transfer). A rank's own notices have 
 sequence's, and that of a connection as the peer; `group_transfers.py` makes those of whole transfers of them.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
 
 import msgspec
 
 from emberline.kv.transfer.messages import Item, Offer
-from emberline.protocol.request import Push
 
 
 class OfferGranted(msgspec.Struct, frozen=True, tag=True):
@@ -77,44 +75,3 @@ class SenderLost(msgspec.Struct, frozen=True, tag=True):
 SenderNotice = OfferGranted | BlocksReleased | SendAcked | SendRejected
 ReceiverNotice = OfferReceived | BlocksReceived | LeaseRenewed | SenderGaveUp | EpochReleased | SenderLost
 Notice = SenderNotice | ReceiverNotice
-
-
-class SenderPort(Protocol):
-    """Commands of a prefill engine, answered by sender notices."""
-
-    def offer(self, number: int, push: Push, n_blocks: int, key: bytes) -> None: ...
-
-    def send(self, number: int, items: Sequence[tuple[Item, int]]) -> None:
-        """Each with the block of ours that holds it, which is read until `BlocksReleased` names it."""
-
-    def cancel(self, number: int, message: str) -> None:
-        """What is still to be sent is not; `BlocksReleased` names every item all the same."""
-
-
-class ReceiverPort(Protocol):
-    """Commands of a decode engine."""
-
-    def grant(self, peer: int, transfer: str, epoch: int, blocks: list[dict[int, int]]) -> None: ...
-
-    def deny(self, peer: int, transfer: str, message: str) -> None: ...
-
-    def revoke(self, peer: int, epoch: int) -> None:
-        """Answered by `EpochReleased`, or by `SenderLost`."""
-
-
-class TransferPort(SenderPort, ReceiverPort, Protocol):
-    """Commands to the transfers of all ranks, and what becomes of them. Used by the step loop's thread."""
-
-    @property
-    def own(self) -> Any:
-        """The transfers of this rank, which execute orders: `TransferManager`."""
-
-    @property
-    def has_notices(self) -> bool:
-        """True if a rank has reported something."""
-
-    def start(self, order: Callable[[Any], None]) -> None:
-        """Give orders to all ranks by this function. Called once, first."""
-
-    def notices(self) -> list[Notice]:
-        """Take in what ranks have reported. Returns what concerns whole transfers."""

@@ -11,10 +11,7 @@ import msgspec
 
 from emberline.kv.slices import SliceMismatch, Slices, routes
 from emberline.kv.transfer.messages import Denied, Grant, Item, Revoke
-from emberline.protocol.parallel_layout import MAX_RANKS
 from emberline.protocol.request import Push
-
-_EVERY_INTERFACE = ("0.0.0.0", "[::]", "::")
 
 Peers = dict[int, list[int]]  # by rank of this group: numbers of connections there
 
@@ -23,28 +20,27 @@ class _Order(msgspec.Struct, array_like=True):
     urgent: ClassVar[bool] = True
 
 
-class OfferParts(_Order, tag="offer"):
-    """Each rank offers what it has to those ranks of the receiver that need it."""
-
+class SenderOrder(_Order):
     number: int  # of the sequence
     push: Push
+
+
+class OfferParts(SenderOrder, tag="offer"):
+    """Each rank offers what it has to those ranks of the receiver that need it."""
+
     n_blocks: int
     key: bytes
 
 
-class SendParts(_Order, tag="send"):
+class SendParts(SenderOrder, tag="send"):
     """Each rank sends its slices of blocks."""
 
-    number: int
-    push: Push
     blocks: list[tuple[Item, int]]
 
 
-class CancelParts(_Order, tag="cancel"):
+class CancelParts(SenderOrder, tag="cancel"):
     """Each rank ends what it sends of a sequence."""
 
-    number: int
-    push: Push
     message: str
 
 
@@ -68,17 +64,3 @@ def parts(push: Push, ranks: tuple[Slices, ...]) -> Sequence[tuple[int, int]]:
     if len(ranks) > 1:
         raise SliceMismatch("the request does not say which slices of each block the decode engine has")
     return ((0, 0),)
-
-
-def part_number(number: int, receiver: int) -> int:
-    """Number of the part of a sequence's transfer that goes to one rank of the receiver."""
-    return number * MAX_RANKS + receiver
-
-
-def dialed(address: str, worker: str) -> str:
-    """Return where a rank of the worker at this address is reached: one that listens on every interface is on the
-    worker's machine."""
-    host, _, port = address.removeprefix("tcp:").rpartition(":")
-    if host in _EVERY_INTERFACE and worker.startswith("tcp:"):
-        return f"{worker.rpartition(':')[0]}:{port}"
-    return address or worker

@@ -219,6 +219,11 @@ class OrderBook:
     def __getattr__(self, name):
         return getattr(self._tiers, name)
 
+    def _set_order(self, order):
+        self._tiers.order = order
+
+    order = property(fset=_set_order)
+
     def save(self, number, blocks):
         assert number not in self.saves
         self.saves[number] = blocks

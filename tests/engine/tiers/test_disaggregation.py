@@ -80,4 +80,4 @@ def test_prefill_reuses_and_decode_saves(tmp_path, monkeypatch, layouts):
         again = [prefill.deltas[f"1-{n}-p"][-1].usage.cached_by_tier for n in range(3)]
         assert all(cached["host"] >= 100 for cached in again)
         assert saved.flush(60)
-        assert saved.all_tiers[0].stats().blocks > 3 * 10
+        assert saved.own.all_tiers[0].stats().blocks > 3 * 10

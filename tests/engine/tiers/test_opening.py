@@ -16,7 +16,6 @@ from emberline.engine.tiers.opening import (
 )
 from emberline.engine.worker.main import parse_arguments
 from emberline.kv.host_memory import HostMemory
-from emberline.kv.retention import Retention
 from emberline.kv.tiers.group_tiers import GroupTiers
 from emberline.kv.tiers.host import Segment, plain_segment
 from emberline.kv.tiers.mover import HostMover
@@ -46,7 +45,7 @@ def test_blocks_on_disk_are_encrypted_if_asked_for(tmp_path: Path, encrypts: boo
     stored = b"".join(path.read_bytes() for path in tmp_path.rglob("*.blocks"))
     assert (content(1) in stored) == (not encrypts)
     group = GroupTiers(tiers)
-    group.start(Retention(), lambda order: tiers.execute([order]))
+    group.order = lambda order: tiers.execute([order])
     with ThreadPoolExecutor(1) as pool:
         purged = pool.submit(stored_cache(args, "model", group).run, CacheCommand(1, "purge"))
         while not purged.done():  # as a step loop does

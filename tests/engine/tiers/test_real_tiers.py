@@ -85,6 +85,7 @@ def prompts(n=2, length=250):
 def arguments(*flags):
     parser = argparse.ArgumentParser()
     add_arguments(parser)
+    parser.set_defaults(rank=0)
     return parser.parse_args(list(flags))
 
 
@@ -119,7 +120,7 @@ def test_a_session_that_was_evicted_comes_from_a_tier(opened, tmp_path, name, ti
     assert sum(cached.values()) == 240
     assert cached["host" if host else "disk"] >= 100
     engine.settle()
-    stats = {each.name: each for each in engine.tiers.stats()}
+    stats = {each.name: each for each in engine.tiers.own.stats()}
     assert stats[tier if tier != "both" else "disk"].blocks > 0
 
 
@@ -142,7 +143,7 @@ def test_an_export_has_the_saves_that_wait_for_a_plan(opened, tmp_path):
     while not loop.scheduler.orders:
         loop.step(0.0)
     assert engine.tiers.own.flush(WAIT_S)
-    n_saved = engine.tiers.all_tiers[0].stats().blocks
+    n_saved = engine.tiers.own.all_tiers[0].stats().blocks
     with ThreadPoolExecutor(1) as pool:
         export = pool.submit(stored.run, CacheCommand(1, "export", b"", path=str(tmp_path / "export")))
         wait_until(lambda: export.done() or loop.scheduler.orders.urgent)

@@ -20,10 +20,12 @@ LAYOUTS = [(FULL,), (FULL, window_group(20)), (window_group(40),)]
 
 
 class ScriptedTier:
-    """A `TierPort` whose threads do something when `act` is called; blocks of the fake runner are Python lists."""
+    """In the place of `GroupTiers` and its own tiers. Its threads do something when `act` is called; blocks of the
+    fake runner are Python lists."""
 
     names = ("host",)
-    own, changes, has_notices = None, (), False
+    changes, has_notices = (), False
+    own = property(lambda self: self)
 
     def __init__(self, rng, faults, remote):
         self.rng, self.faults, self.remote = rng, faults, remote
@@ -63,7 +65,7 @@ class ScriptedTier:
     def retire(self, owner, session, first):
         pass
 
-    def start(self, retention, order):
+    def follow(self, retention):
         pass
 
     def used(self, keys, conversation):

@@ -40,9 +40,6 @@ class Side:
 class NoticeQueue:
     own, has_notices = None, False
 
-    def start(self, order):
-        pass
-
     def __init__(self):
         self.queued = deque()
 

@@ -8,7 +8,6 @@ import pytest
 
 from emberline.engine.ranks.messages import encoder
 from emberline.kv.host_memory import HostMemory
-from emberline.kv.retention import Retention
 from emberline.kv.tiers.block_tag import BlockTagger
 from emberline.kv.tiers.disk.disk_tier import DiskTier
 from emberline.kv.tiers.group_tiers import GroupTiers
@@ -44,7 +43,7 @@ class Group:
         self.hears = True
         self.orders = []
         self.n_saves = 0
-        self.leader.start(Retention(), self._order)
+        self.leader.order = self._order
 
     def _order(self, order):
         sent = msgspec.convert(msgspec.msgpack.decode(encoder.encode(order)), TierOrder)
@@ -144,7 +143,7 @@ def test_what_is_on_disk_is_found_after_a_restart(group, tmp_path):
     again = Group(tmp_path)
     try:
         tag = layout_tag(SLICES[0][0])
-        assert again.leader.find(tag, [block_id(n).key for n in (1, 2, 3)]) == ["disk", "disk", None]
+        assert again.leader.own.find(tag, [block_id(n).key for n in (1, 2, 3)]) == ["disk", "disk", None]
         assert again.fetch(1, 1, 2, tier="disk") == ([1, 2], [])
         assert again.has(12, 2)
     finally:
@@ -158,9 +157,9 @@ def test_a_group_finds_in_the_pool_what_another_has_written(tmp_path):
         first.save(1, 2, 3)
         assert len(objects) == 3 * len(SLICES), "a slice of each rank"
         tag, keys = layout_tag(SLICES[0][0]), [block_id(n).key for n in (1, 2, 3, 4)]
-        second.leader.look_up(7, [block_id(n) for n in (1, 2, 3, 4)])
+        second.leader.own.look_up(7, [block_id(n) for n in (1, 2, 3, 4)])
         second.wait_for(LookedUp)
-        assert second.leader.find(tag, keys) == ["pool", "pool", "pool", None]
+        assert second.leader.own.find(tag, keys) == ["pool", "pool", "pool", None]
         objects.pop(next(name for name in objects if block_id(2).key.hex() + block_id(2, rank=1).tag.hex() in name))
         assert second.fetch(1, 1, 2, 3, tier="pool") == ([1, 3], [2]), "rank 1 has lost its slice of block 2"
         assert second.has(11, 1)

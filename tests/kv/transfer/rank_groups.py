@@ -107,7 +107,7 @@ class Group:
             member = Member(rank, self.slices, self.leader)
             self.followers.append(follow_kv(member, manager, None))
             closing.callback(OrderReports(member, self.followers[-1]).close)
-        self.leader.start(self._order)
+        self.leader.order = self._order
 
     def open_rank(self, slices, shared):
         pages = [(shared_pages if shared else private_pages)(N_BLOCKS * group.block_bytes) for group in slices]

@@ -5,6 +5,7 @@ from contextlib import ExitStack
 
 import pytest
 
+from emberline.kv.transfer.manager import dialed
 from emberline.kv.transfer.messages import Offer, Revoke
 from emberline.kv.transfer.notices import (
     BlocksReceived,
@@ -15,8 +16,8 @@ from emberline.kv.transfer.notices import (
     SenderLost,
     SendRejected,
 )
-from emberline.kv.transfer.orders import dialed, part_number
 from emberline.protocol.frames import transfer_ticket
+from emberline.protocol.parallel_layout import MAX_RANKS
 from emberline.protocol.request import Push, RankEndpoint
 from tests.kv.transfer.rank_groups import GROUP, LATENT, LAYOUTS, Group, check_received, divided, granted, pair
 
@@ -80,13 +81,13 @@ def test_a_sender_that_gives_up_writes_no_more(tmp_path, closing):
 
 def test_blocks_are_released_once_no_part_reads_them(tmp_path, closing):
     leader, item = Group(GROUP, {"tp": 1}, tmp_path, "s", closing).leader, (0, 0)
-    leader.start([].append)  # no rank does anything
+    leader.order = [].append  # no rank does anything
     endpoints = tuple(RankEndpoint("", slices) for slices in divided(GROUP, tp=2))
     leader.offer(7, Push(transfer="t", address="", ranks=endpoints), 2, b"key")
     leader.send(7, [(item, 3)])
-    leader.report(0, [BlocksReleased(part_number(7, 1), [item])])
+    leader.report(0, [BlocksReleased(7 * MAX_RANKS + 1, [item])])
     assert leader.notices() == []
-    leader.report(0, [BlocksReleased(part_number(7, 0), [item])])
+    leader.report(0, [BlocksReleased(7 * MAX_RANKS, [item])])
     assert leader.notices() == [BlocksReleased(7, [item])]
 
 
@@ -95,7 +96,7 @@ class Receivers:
 
     def __init__(self, folder, closing):
         self.leader, self.orders = Group(GROUP, {"tp": 2}, folder, "r", closing).leader, []
-        self.leader.start(self.orders.append)
+        self.leader.order = self.orders.append
         senders = divided(GROUP, tp=4)  # two for each of our ranks
         self.peers = {sender: (sender // 2, 10 + sender) for sender in range(4)}  # our rank, and the connection there
         for sender, (rank, peer) in self.peers.items():

@@ -307,10 +307,11 @@ class GpuRunner:
             n_decodes, sample = self._launch_verify(batch, *verify)
         else:
             n_decodes, sample = self._launch_mixed(batch) if batch.chunks else self._launch_decode(batch)
+        verifies = bool(verify and plan.n_awaited)
         typical = self._typical or (bool(batch.chunks) and batch.n_tokens > self.graph_tokens)
         work = StepWork.of(batch.n_decodes, batch.chunks, 0 if verify is None else plan.n_drafts)
         if not self._samples:
-            outputs.end()
+            outputs.end(verifies)
         return _Launched(
             batch,
             outputs,
@@ -319,7 +320,7 @@ class GpuRunner:
             sample,
             drafting,
             plan.depth,
-            bool(verify and plan.n_awaited),
+            verifies,
             penalized,
         )
 
@@ -364,7 +365,7 @@ class GpuRunner:
                 batch.scores.fetch()
             n_rows = launched.n_decodes + len(batch.chunks)
             drafts = self._draft(launched) if launched.depth else None
-            launched.outputs.fetch(self._sampled, n_rows, batch.logprobs is not None, drafts)
+            launched.outputs.fetch(self._sampled, n_rows, batch.logprobs is not None, drafts, launched.verifies)
         if self._unobserved is not None:
             self._observe(self._unobserved)
             self._unobserved = None

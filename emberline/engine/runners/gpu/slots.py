@@ -144,10 +144,11 @@ class Slots:
         packet."""
         slots, n_groups = packet[0], len(self.tables)
         blocks, passed = packet[3 : 3 + n_groups], packet[3 + n_groups :]
-        for r in np.flatnonzero(blocks[0] != NO_BLOCK).tolist():
-            slot, place = int(slots[r]), int(packet[1, r]) // BLOCK_TOKENS
-            self.tables[:, slot, place] = blocks[:, r]
-            for g in range(n_groups if upload else 0):
+        grown = np.flatnonzero(blocks[0] != NO_BLOCK)
+        places = packet[1, grown] // BLOCK_TOKENS
+        self.tables[:, slots[grown], places] = blocks[:, grown]
+        for slot, place in zip(slots[grown].tolist(), places.tolist()) if upload else ():
+            for g in range(n_groups):
                 self._mark_changed(g, slot, place, place + 1)
         for r in np.flatnonzero((passed != self._passed[:, slots]).any(0)).tolist():
             self.leave_window(int(slots[r]), passed[:, r].tolist(), upload=upload)

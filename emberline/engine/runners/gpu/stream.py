@@ -41,8 +41,9 @@ class CudaEvent:
 
     def wait(self) -> None:
         try:
-            with torch.cuda.device(self._device):  # the thread may have launched nothing there
-                self._event.synchronize()
+            if not self._event.query():  # type: ignore[no-untyped-call]  # a buffer was mostly read long ago
+                with torch.cuda.device(self._device):  # the thread may have launched nothing there
+                    self._event.synchronize()
         except RuntimeError as error:
             raise DeviceLost(str(error)) from error
 
@@ -167,20 +168,23 @@ class StepOutputs:
         self.done: DeviceEvent = device_event(device)
         self._ready: DeviceEvent = device_event(device, spins=True)
 
-    def fetch(self, sampled: SampledTensors, n: int, logprobs: bool, drafts: Tensor | None = None) -> None:
-        """Queue the copy of the first n rows, and of drafts [rows, MAX_DRAFTS]."""
+    def fetch(
+        self, sampled: SampledTensors, n: int, logprobs: bool, drafts: Tensor | None = None, urgent: bool = False
+    ) -> None:
+        """Queue the copy of the first n rows, and of drafts [rows, MAX_DRAFTS]. urgent: `read` gets an UrgentWait."""
         self._n = n
         if drafts is not None:
             self._drafts[: len(drafts)].copy_(drafts, non_blocking=True)
         names = ("token_ids", "logprob", "top_ids", "top_logprobs") if logprobs else ("token_ids",)
         for name in names:
             getattr(self._host, name)[:n].copy_(getattr(sampled, name)[:n], non_blocking=True)
-        self.end()
+        self.end(urgent)
 
-    def end(self) -> None:
+    def end(self, urgent: bool = False) -> None:
         """Nothing is queued for the step any more."""
         self.done.record()
-        self._ready.record()  # behind it, so that a wait for both wakes up once
+        if urgent:
+            self._ready.record()  # behind it, so that a wait for both wakes up once
 
     def drafts(self, n: int, depth: int) -> list[list[int]]:
         """Of the first n rows, once they were read."""

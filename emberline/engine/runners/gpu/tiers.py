@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from emberline.kernels.native_library import load_library
 from emberline.kv.host_memory import private_pages
 from emberline.kv.tiers.host import Segment, address_of
 from emberline.kv.tiers.mover import BlockCopy, Ticket
@@ -29,8 +30,7 @@ class CudaError(RuntimeError):
     """A call of the CUDA driver failed."""
 
 
-def _call(driver: Any, name: str, *arguments: Any) -> None:
-    code = getattr(driver, name)(*arguments)
+def _check(driver: Any, name: str, code: int) -> None:
     if code:
         text = ctypes.c_char_p()
         driver.cuGetErrorString(code, ctypes.byref(text))
@@ -38,11 +38,13 @@ def _call(driver: Any, name: str, *arguments: Any) -> None:
 
 
 class CudaMover:
-    """One copy for each run of blocks that are neighbors on both sides; a block is contiguous over layers. Calls of the
-    driver leave the interpreter's lock to the step loop."""
+    """One copy for each run of blocks that are neighbors on both sides; a block is contiguous over layers. One call
+    queues all of them, and leaves the interpreter's lock to the step loop."""
 
     def __init__(self, pools: Sequence[Tensor], layouts: Sequence[KVGroup], driver: Any = None) -> None:
         self._driver = ctypes.CDLL("libcuda.so.1") if driver is None else driver
+        self._copy_runs = load_library().em_copy_runs
+        self._copy_runs.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
         self._device = pools[0].device
         self._bases = [pool.data_ptr() for pool in pools]
         self._sizes = [layout.block_bytes for layout in layouts]
@@ -51,44 +53,23 @@ class CudaMover:
         self._streams = {name: torch.cuda.Stream(self._device) for name in ("load", "save")}  # type: ignore[no-untyped-call]
 
     def load(self, copies: Sequence[BlockCopy]) -> Ticket:
-        stream = self._streams["load"]
-        self._enter()
-        for device, host, n_bytes in self._runs(copies):
-            _call(
-                self._driver,
-                "cuMemcpyHtoDAsync_v2",
-                ctypes.c_uint64(device),
-                ctypes.c_void_p(host),
-                ctypes.c_size_t(n_bytes),
-                ctypes.c_void_p(stream.cuda_stream),
-            )
-        return _Recorded(stream)
+        bases, sizes = self._bases, self._sizes
+        runs = joined((bases[g] + block * sizes[g], slot.address, sizes[g]) for g, block, slot in copies)
+        return self._queue("cuMemcpyHtoDAsync_v2", runs, self._streams["load"])
 
     def save(self, copies: Sequence[BlockCopy]) -> Ticket:
-        stream = self._streams["save"]
-        self._enter()
-        for device, host, n_bytes in self._runs(copies):
-            _call(
-                self._driver,
-                "cuMemcpyDtoHAsync_v2",
-                ctypes.c_void_p(host),
-                ctypes.c_uint64(device),
-                ctypes.c_size_t(n_bytes),
-                ctypes.c_void_p(stream.cuda_stream),
-            )
-        return _Recorded(stream)
+        bases, sizes = self._bases, self._sizes
+        runs = joined((slot.address, bases[g] + block * sizes[g], sizes[g]) for g, block, slot in copies)
+        return self._queue("cuMemcpyDtoHAsync_v2", runs, self._streams["save"])
 
-    def _enter(self) -> None:
+    def _queue(self, name: str, runs: list[tuple[int, int, int]], stream: Any) -> Ticket:
         if not hasattr(self._entered, "done"):
             make_current(self._device)
             self._entered.done = True
-
-    def _runs(self, copies: Iterable[BlockCopy]) -> Iterable[tuple[int, int, int]]:
-        """Device address, host address and bytes of each copy."""
-        return joined(
-            (self._bases[group] + block * self._sizes[group], slot.address, self._sizes[group])
-            for group, block, slot in copies
-        )
+        table = np.array(runs, np.int64)
+        copy = ctypes.cast(getattr(self._driver, name), ctypes.c_void_p)
+        _check(self._driver, name, self._copy_runs(copy, table.ctypes.data, len(runs), stream.cuda_stream))
+        return _Recorded(stream)
 
 
 class _Recorded:
@@ -135,13 +116,10 @@ class PinnedAllocator:
         parts = np.array_split(np.frombuffer(buffer, np.uint8), _TOUCHING_THREADS)
         list(self._touching.map(lambda part: part.fill(0), parts))  # without the interpreter's lock
         segment = Segment(buffer, address_of(buffer))
-        _call(
-            self._driver,
-            "cuMemHostRegister_v2",
-            ctypes.c_void_p(segment.address),
-            ctypes.c_size_t(n_bytes),
-            ctypes.c_uint(_PORTABLE),
+        pinned = self._driver.cuMemHostRegister_v2(
+            ctypes.c_void_p(segment.address), ctypes.c_size_t(n_bytes), ctypes.c_uint(_PORTABLE)
         )
+        _check(self._driver, "cuMemHostRegister", pinned)
         return segment
 
 

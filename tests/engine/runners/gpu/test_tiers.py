@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emberline.engine.runners.gpu import tiers as module
-from emberline.engine.runners.gpu.tiers import CudaMover, PinnedAllocator, joined
+from emberline.engine.runners.gpu.tiers import CudaError, CudaMover, PinnedAllocator, joined
 from emberline.kv.tiers.host import HostTier
 from emberline.kv.tiers.mover import BlockCopy
 from tests.engine.runners.cpu.test_torch_runner import FULL, WINDOW
@@ -31,20 +31,22 @@ def test_joined_copies_move_the_same_bytes(blocks):
     assert moved == [(target, source) for target, source, _ in copies]
 
 
+COPY = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
+
+
 class Driver:
     """Copies at once, and records what is pinned."""
 
     def __init__(self, fails=False):
         self.fails, self.pinned, self.n_copies = fails, [], 0
+        self.cuMemcpyHtoDAsync_v2 = self.cuMemcpyDtoHAsync_v2 = COPY(self.copy)
 
-    def cuMemcpyHtoDAsync_v2(self, device, host, n_bytes, stream):
+    def copy(self, target, source, n_bytes, stream):
+        assert stream == Stream.cuda_stream
+        if self.fails:
+            return 700
         self.n_copies += 1
-        ctypes.memmove(device.value, host.value, n_bytes.value)
-        return 0
-
-    def cuMemcpyDtoHAsync_v2(self, host, device, n_bytes, stream):
-        self.n_copies += 1
-        ctypes.memmove(host.value, device.value, n_bytes.value)
+        ctypes.memmove(target, source, n_bytes)
         return 0
 
     def cuMemHostRegister_v2(self, address, n_bytes, flags):
@@ -103,6 +105,14 @@ def test_blocks_go_out_and_come_back(n):
             assert torch.equal(pool[block], was[block] if block in moved else torch.zeros_like(was[block]))
     assert all(address % 4096 == 0 for address, _ in driver.pinned)
     assert 2 <= driver.n_copies <= 4 * n
+
+
+def test_a_copy_that_fails_raises():
+    host = HostTier(1 << 20, [FULL.block_bytes])
+    host.allocate_all()
+    mover = CudaMover([torch.zeros(2, *FULL.block_shape)], [FULL], Driver(fails=True))
+    with pytest.raises(CudaError, match="cuMemcpyDtoHAsync_v2: 700"):
+        mover.save([BlockCopy(0, 1, *host.take(FULL.block_bytes, 1))])
 
 
 def test_memory_that_cannot_be_pinned_degrades_the_tier():
