@@ -15,7 +15,7 @@ from benchmarks.gpu.engine import Worker, compile_kernels, wait_until_prepared, 
 from benchmarks.gpu.start import in_subprocess, measure_starts, write_model
 from benchmarks.gpu.workloads import Prompts
 
-SERVED = {"decode", "prefill", "throughput", "agentic", "mixed", "context"}  # measured in one worker process
+SERVED = {"decode", "burst", "prefill", "throughput", "agentic", "mixed", "context"}  # measured in one worker process
 SECTIONS = ("kernels", "models", *sorted(SERVED), "start", "bursts", "deterministic", "smollm2")
 PEER = Path(__file__).parents[1] / "peers" / "vllm_gpu.py"
 
@@ -109,6 +109,7 @@ def _served(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
             part("decode.warm", lambda: {f"b{b}": workloads.decode(client, prompts, b, 0.7) for b in (1, 64)})
             for b in (64, 256):
                 part(f"decode.cpu_ms_per_step_b{b}", lambda b=b: 1e3 * workloads.cpu_per_step(engine, prompts, b))
+            part("burst", lambda: workloads.burst(client, prompts))
             part("prefill", lambda: {str(n): workloads.prefill(client, prompts, n) for n in (8192, 32768)})
             part("throughput", lambda: workloads.throughput(client, prompts))
             part("agentic", lambda: workloads.agentic(client, prompts))

@@ -106,6 +106,20 @@ def first_burst(client: Client, prompts: Prompts, n: int, length: int = 40, n_ou
     }
 
 
+def burst(client: Client, prompts: Prompts, n: int = 256, length: int = 512, n_out: int = 256) -> dict[str, Any]:
+    """Streams that begin at once on a prepared engine: throughput, gaps between tokens, the last first token."""
+    seconds, replies = client.generate(prompts.many(n, length), n_out)
+    gaps = [after - before for each in replies for before, after in itertools.pairwise(each.times_s)]
+    waits = [reply.ttft_s for reply in replies]
+    return {
+        "tok_s": n * n_out / seconds,
+        "itl_ms": {f"p{int(q * 100)}": 1e3 * quantile(gaps, q) for q in (0.5, 0.9, 0.99)},
+        "itl_max_ms": 1e3 * max(gaps),
+        "ttft_p50_s": quantile(waits, 0.5),
+        "ttft_max_s": max(waits),
+    }
+
+
 def cpu_per_step(worker: Worker, prompts: Prompts, batch: int = 64, n_out: int = 400) -> float:
     """CPU seconds of the engine process per decode step."""
     client = worker.client

@@ -7,6 +7,7 @@ from math import inf
 from emberline.engine.core.prefill_policy import NO_TARGET, BatchTimeLimit, StepLimit, StepWork, smooth
 
 TARGET_S = 0.019  # of a step with decoding sequences: their p99 ITL stays below 20 ms, and a chunk is still efficient
+BURST_S = 0.055  # of a step with decoding sequences that computes prompts of a burst: ITL stays below 65 ms
 DECODE_SHARE = 2.0  # where a device cannot do that: this many times the duration of a step that only decodes
 FIRST_CHUNK = 512  # tokens, before anything was measured
 EFFICIENT_TOKENS = 2048  # from which on a step is as efficient as any
@@ -25,6 +26,7 @@ class ShapePolicy:
     max_graph_tokens: int  # largest step that is captured as a CUDA graph
     max_graph_prompts: int  # of which such a step computes a chunk
     prompt_multiple: int  # positions at which long prompts are cut, so that few attention shapes occur
+    burst_tokens: int  # of a larger captured step: prompts of a burst beside sequences that decode
 
     def tiles(self, n_tokens: int) -> int:
         return -(-n_tokens // self.tile)
@@ -109,12 +111,29 @@ class LatencyTarget(BatchTimeLimit):
         for stale in [n for n, each in fits.items() if self._n_observed - each.last_seen > _STALE_STEPS]:
             del fits[stale]
 
-    def step_limit(self, n_decodes: int, budget: int, untargeted: Callable[[], int]) -> StepLimit:
-        """Either a step fits a CUDA graph, or it has so many tokens that launching it eagerly does not matter."""
+    def step_limit(self, n_decodes: int, budget: int, untargeted: Callable[[float], int]) -> StepLimit:
+        """Either a step fits a CUDA graph, or it has so many tokens that launching it eagerly does not matter.
+
+        Sequences that decode also bound prompts that no latency target applies to, those of one burst: they wait for
+        each step.
+        """
         graph_tokens = max(self._shape.max_graph_tokens, n_decodes + self._shape.tile)
-        if budget > graph_tokens and n_decodes + untargeted() >= min(budget, EAGER_TOKENS):
-            return StepLimit(budget)
+        largest = min(budget, self._burst_tokens) if n_decodes else budget
+        if largest > graph_tokens:
+            eager = largest >= EAGER_TOKENS or not n_decodes
+            limit = StepLimit(largest, inf if eager else self._shape.max_graph_prompts)
+            if n_decodes + untargeted(limit.n_prompts) >= min(largest, EAGER_TOKENS):
+                return limit
         return StepLimit(min(budget, graph_tokens), self._shape.max_graph_prompts)
+
+    @property
+    def _burst_tokens(self) -> int:
+        """Tokens of the largest step that takes about BURST_S and is not slowed down by its launch."""
+        shape, token_s = self._shape, self._prefill_s.get(0, 0.0)
+        most = int(BURST_S / token_s) // shape.tile * shape.tile if token_s else shape.burst_tokens
+        if most >= EAGER_TOKENS:
+            return most
+        return shape.burst_tokens if most >= shape.burst_tokens else shape.max_graph_tokens
 
     def chunk(self, work: StepWork, context: int, most: int, slack: float = 1.0, limit_s: float = inf) -> int:
         most = super().chunk(work, context, most, slack, limit_s)

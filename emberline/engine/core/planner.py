@@ -205,7 +205,7 @@ class StepPlanner:
         budget = self._limits.token_budget
         if any(seq.suspicion == 2 for seq in prefills):
             budget = min(budget, max(MAX_RETRY_TOKENS, plan.n_tokens + BLOCK_TOKENS))
-        limit = self._prefill.step_limit(plan.n_tokens, budget, lambda: self._n_untargeted(plan, prefills))
+        limit = self._prefill.step_limit(plan.n_tokens, budget, lambda most: self._n_untargeted(plan, prefills, most))
         last_row = len(plan.others) + limit.n_prompts
         for seq in prefills:
             if (full and seq.slot == NO_SLOT) or self._holds_back(seq):
@@ -234,14 +234,15 @@ class StepPlanner:
         limit_s = self._batch_class.prefill_limit_s(seq)
         return self._prefill.chunk(work, seq.n_computed, left, self._slack(seq), limit_s)
 
-    def _n_untargeted(self, plan: StepPlan, prefills: list[Sequence]) -> int:
-        """Tokens of the step's prompts that no latency target applies to."""
+    def _n_untargeted(self, plan: StepPlan, prefills: list[Sequence], most: float) -> int:
+        """Tokens of the step's prompts, at most so many, that no latency target applies to."""
         n, slots = 0, len(self._queues.free_slots)
         for seq in prefills:
             slots -= seq.slot == NO_SLOT
-            if slots < 0 or plan.n_tokens + n >= self._limits.token_budget:
+            if slots < 0 or most <= 0 or plan.n_tokens + n >= self._limits.token_budget:
                 break
             if self._slack(seq) >= NO_TARGET:
+                most -= 1
                 n += seq.n_tokens - self._admission.n_known(seq)
         return n
 

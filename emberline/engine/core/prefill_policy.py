@@ -62,8 +62,8 @@ class StepLimit(NamedTuple):
 class PrefillPolicy:
     """By itself it limits a step by its token budget alone."""
 
-    def step_limit(self, n_decodes: int, budget: int, untargeted: Callable[[], int]) -> StepLimit:
-        """`untargeted` counts the prompt tokens that no latency target applies to."""
+    def step_limit(self, n_decodes: int, budget: int, untargeted: Callable[[float], int]) -> StepLimit:
+        """`untargeted` counts the tokens of at most so many prompts that no latency target applies to."""
         return StepLimit(budget)
 
     def chunk(self, work: StepWork, context: int, most: int, slack: float = 1.0, limit_s: float = inf) -> int:

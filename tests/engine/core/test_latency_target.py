@@ -4,7 +4,7 @@ import pytest
 
 from emberline.engine.core.latency_target import DECODE_SHARE, TARGET_S, LatencyTarget
 from emberline.engine.core.prefill_policy import BatchTimeLimit, StepWork
-from emberline.engine.runners.gpu.shapes import CHUNK_ROWS, GPU_SHAPES, MAX_GRAPH_TOKENS, TILE
+from emberline.engine.runners.gpu.shapes import BURST_TOKENS, CHUNK_ROWS, GPU_SHAPES, MAX_GRAPH_TOKENS, TILE
 
 
 def flat(work):
@@ -210,10 +210,27 @@ def test_untargeted_steps_are_large_or_fit_a_cuda_graph():
         (2048, 2048, 2048),
         (5000, 8192, 8192),
     ):
-        limit = policy.step_limit(0, budget, lambda: n_untargeted)  # noqa: B023 called at once
+        limit = policy.step_limit(0, budget, lambda most: n_untargeted)  # noqa: B023 called at once
         assert limit == (tokens, CHUNK_ROWS - 1 if tokens <= MAX_GRAPH_TOKENS else inf)
-    assert policy.step_limit(8, 8192, lambda: 0) == (MAX_GRAPH_TOKENS, CHUNK_ROWS - 1)
-    assert BatchTimeLimit().step_limit(0, 4096, lambda: 4000) == (4096, inf)
+    assert policy.step_limit(8, 8192, lambda most: 0) == (MAX_GRAPH_TOKENS, CHUNK_ROWS - 1)
+    assert BatchTimeLimit().step_limit(0, 4096, lambda most: 4000) == (4096, inf)
+
+
+def test_a_burst_beside_decodes_is_computed_in_steps_of_bounded_time():
+    def limit(token_s, n_untargeted=20_000, n_decodes=8):
+        policy = LatencyTarget(GPU_SHAPES)
+        if token_s:
+            alone = StepWork(0)
+            alone.add(8192, 8192)
+            policy.observe(alone, 8192 * token_s)
+        return policy.step_limit(n_decodes, 8192, lambda most: n_untargeted)
+
+    assert limit(None) == limit(20e-6) == (BURST_TOKENS, CHUNK_ROWS - 1)
+    assert limit(20e-6, BURST_TOKENS - 9) == (MAX_GRAPH_TOKENS, CHUNK_ROWS - 1), "too few to fill it"
+    assert limit(40e-6) == (MAX_GRAPH_TOKENS, CHUNK_ROWS - 1), "a slower model"
+    assert limit(10e-6) == (5376, inf), "a faster one: launched without a CUDA graph"
+    assert limit(5e-6) == (8192, inf)
+    assert limit(20e-6, n_decodes=0) == (8192, inf), "nobody waits for the step"
 
 
 def test_long_prompts_are_cut_at_multiples():

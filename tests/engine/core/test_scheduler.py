@@ -716,7 +716,7 @@ def test_prefill_progresses_with_more_decodes_than_a_cuda_graph_holds():
     loop = StepLoop(scheduler, FakeRunner(cache))
     for n in range(1100):
         loop.submit(request(f"r{n}", [n % 7, n % 5, n % 3, 1], max_tokens=40), 0.0)
-    for _ in range(8):
+    for _ in range(40):
         loop.step(0.0)
     loop.submit(request("late", [5] * 300, max_tokens=1), 0.0)
     assert any(delta.id == "late" and delta.finish for _ in range(12) for delta in loop.step(0.0))

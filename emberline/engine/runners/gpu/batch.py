@@ -15,10 +15,12 @@ from emberline.engine.core.rows import Ints
 from emberline.engine.images.step_images import ImageRow
 from emberline.engine.runners.gpu.prompt_scores import DeviceStepScores
 from emberline.engine.runners.gpu.shapes import (
+    BURST_TOKENS,
     CHUNK_ROWS,
     MAX_GRAPH_TOKENS,
     TILE,
     all_mixed_decode_rows,
+    burst_tokens,
     mixed_decode_rows,
     mixed_tokens,
     table_width,
@@ -361,18 +363,24 @@ class MixedShape(NamedTuple):
     def of(cls, batch: StepBatch, max_rows: int, largest: int = MAX_GRAPH_TOKENS) -> "MixedShape":
         """A shape that many batches share, worth capturing; the exact one for large or unusual batches."""
         n_tokens = mixed_tokens(batch.n_tokens)
+        if burst := burst_tokens(batch.n_decodes, batch.n_tokens, largest):
+            n_tokens = largest = burst
         if len(batch.chunks) >= CHUNK_ROWS or n_tokens > largest:
             return cls.exact(batch)
         return cls(mixed_decode_rows(batch.n_decodes, max_rows), n_tokens, CHUNK_ROWS, True)
 
     @classmethod
-    def all_padded(cls, max_rows: int, largest: int = MAX_GRAPH_TOKENS) -> list["MixedShape"]:
-        """All shapes that `of` shares."""
+    def all_padded(
+        cls, max_rows: int, largest: int = MAX_GRAPH_TOKENS, token_budget: int = MAX_GRAPH_TOKENS
+    ) -> list["MixedShape"]:
+        """All shapes that `of` shares, of steps with a token budget."""
         found, fewest = [], 0  # a size is used for more rows than the next smaller one has
         for n_decodes in all_mixed_decode_rows(max_rows):
             sizes = range(TILE, largest + 1, TILE)
             found += [cls(n_decodes, n_tokens, CHUNK_ROWS, True) for n_tokens in sizes if n_tokens > fewest]
             fewest = n_decodes
+        if token_budget >= BURST_TOKENS and burst_tokens(1, BURST_TOKENS, largest):
+            found += [cls(n_decodes, BURST_TOKENS, CHUNK_ROWS, True) for n_decodes in all_mixed_decode_rows(max_rows)]
         return found
 
 

@@ -146,7 +146,7 @@ class GpuRunner:
         n_draws = max_draws(rows) if speculates else rows + CHUNK_ROWS
         # Padding behind the drafts of a row reaches beyond its context.
         width = table_width(limits.context_len + (MAX_ROW_TOKENS if speculates else 0))
-        self._max_rows = rows
+        self._max_rows, self._token_budget = rows, limits.token_budget
         self._slots = Slots(rows, groups, width, sampler, self._device, images)
         self._decode = DecodeBuffers(rows, groups, width, self._device, self._verified)
         self._mixed = MixedBuffers(limits.token_budget, rows, width, self._device)
@@ -180,7 +180,8 @@ class GpuRunner:
 
     def step_kinds(self) -> list[StepKind | ChainShape]:
         """Every kind of step that CUDA graphs are for, the most common first."""
-        decodes, mixed = all_decode_rows(self._max_rows), MixedShape.all_padded(self._max_rows, self.graph_tokens)
+        decodes = all_decode_rows(self._max_rows)
+        mixed = MixedShape.all_padded(self._max_rows, self.graph_tokens, self._token_budget)
         sharing = [n for n in decodes if MIN_SHARING <= n <= 64] if self._block_bytes else []
         mixed_sharing = [shape for shape in mixed if 16 < shape.n_decodes <= 64] if self._block_bytes else []
         # A first prompt, decoding, all else.

@@ -10,7 +10,10 @@ MAX_GRAPH_TOKENS = 1024  # as efficient as larger steps; those need thousands of
 LATENT_GRAPH_TOKENS = 256  # the same for MLA, whose larger chunks are faster by a library that cannot be captured
 PROMPT_MULTIPLE = 8192  # prompts are cut at multiples of it where possible: attention plans for them exist
 CHUNK_ROWS = 32  # chunks in a captured step, one of them padding
-GPU_SHAPES = ShapePolicy(TILE, MAX_GRAPH_TOKENS, CHUNK_ROWS - 1, PROMPT_MULTIPLE)  # as the prefill policy sees it
+BURST_TOKENS = 2048  # of the one larger step that is captured: a burst of prompts beside sequences that decode
+GPU_SHAPES = ShapePolicy(
+    TILE, MAX_GRAPH_TOKENS, CHUNK_ROWS - 1, PROMPT_MULTIPLE, BURST_TOKENS
+)  # for the prefill policy
 
 VERIFY_TOKENS = (2, 3, 4, 5, 9, 16)  # of the rows of a step that verifies drafts, on average
 MAX_VERIFY_ROWS = 128
@@ -43,6 +46,12 @@ def mixed_tokens(n: int) -> int:
 def table_width(context_len: int) -> int:
     """Blocks of a row's table, a multiple of 16: Triton recompiles kernels for other strides."""
     return -(-max(context_len, MAX_GRAPH_TOKENS) // 256) * 16  # padding tokens have a context, too
+
+
+def burst_tokens(n_decodes: int, n_tokens: int, largest: int) -> int:
+    """Tokens of the captured step for a burst of prompts; 0 if such a step does not suit. largest: `graph_tokens`."""
+    suits = n_decodes > 0 and MAX_GRAPH_TOKENS < n_tokens <= BURST_TOKENS and largest == MAX_GRAPH_TOKENS
+    return BURST_TOKENS if suits else 0
 
 
 def all_decode_rows(max_rows: int) -> list[int]:
@@ -97,7 +106,7 @@ def max_graphs(max_rows: int, speculates: bool = False) -> int:
     """No fewer than the shapes of steps that are captured, with and without cascade attention."""
     n_decodes, n_mixed = len(all_decode_rows(max_rows)), len(all_mixed_decode_rows(max_rows))
     n_verifying = len(all_verify_shapes(max_rows)) if speculates else 0
-    return 2 * n_decodes + (n_mixed + 1) * (MAX_GRAPH_TOKENS // TILE) + n_verifying
+    return 2 * n_decodes + (n_mixed + 1) * (MAX_GRAPH_TOKENS // TILE) + n_mixed + n_verifying
 
 
 def is_essential(n_decodes: int, n_tokens: int | None, max_rows: int, largest: int = MAX_GRAPH_TOKENS) -> bool:

@@ -233,9 +233,12 @@ def _layout(s: WorkspaceSizes) -> dict[str, tuple[int, int]]:
 def _add_grouped_query(regions: _Regions, s: WorkspaceSizes, shapes: set[AttentionShape], at: int) -> None:
     kv = max(shape.kv_heads * shape.head_dim for shape in shapes)
     regions.add("gathered_kv", long_attention.gathered_elements(s.max_tokens, kv) * s.item, at)
-    # A step uses either a library's attention or split-KV prefill: they share memory.
+    # A step uses a library's attention, split-KV prefill, or that of rows with drafts: they share memory.
     partials = max(prefill_attention.prefill_scratch_floats(*shape) for shape in shapes)
     regions.add("prefill_partials", partials * 4, at)
+    groups = [(shape.kv_heads, shape.heads // shape.kv_heads, shape.head_dim) for shape in shapes]
+    verified = [verify_partial_floats(s.verify_rows, *group) for group in groups if verifies(group[1])]
+    regions.add("verify_partials", max(verified, default=0) * 4, at)
 
 
 def _add_decode_splits(regions: _Regions, s: WorkspaceSizes, shapes: set[AttentionShape]) -> None:
@@ -247,9 +250,6 @@ def _add_decode_splits(regions: _Regions, s: WorkspaceSizes, shapes: set[Attenti
     prefix_rows = max(n_prefix_splits(rows, *shape[:2]) * rows for rows in row_counts for shape in shapes)
     regions.add("prefix_partial", prefix_rows * queries * 4)
     regions.add("prefix_stats", prefix_rows * heads * 2 * 4)
-    groups = [(shape.kv_heads, shape.heads // shape.kv_heads, shape.head_dim) for shape in shapes]
-    partials = [verify_partial_floats(s.verify_rows, *group) for group in groups if verifies(group[1])]
-    regions.add("verify_partials", max(partials, default=0) * 4)
 
 
 def _add_latent(regions: _Regions, s: WorkspaceSizes, shapes: set[LatentShape], at: int) -> None:
