@@ -7,9 +7,9 @@ import time
 import msgspec
 
 from emberline.cluster.engine_client import EngineClient, EngineStream
-from emberline.protocol.errors import EmberlineError, EngineLost, from_info
+from emberline.protocol.errors import EmberlineError, EngineLost, Unavailable, from_info
 from emberline.protocol.events import TokenDelta
-from emberline.protocol.frames import transfer_ranks, transfer_ticket
+from emberline.protocol.frames import transfer_mismatch, transfer_ranks, transfer_ticket
 from emberline.protocol.request import EngineRequest, Push, SamplingParams
 
 
@@ -96,8 +96,21 @@ def prefill_id(sequence_id: str) -> str:
     return f"{sequence_id}-prefill"
 
 
+def why_not_handed_over(prefill: EngineClient, decode: EngineClient) -> str:
+    """Say why one worker cannot compute prompts for the other. Empty if it can."""
+    mismatch = transfer_mismatch(prefill.info, decode.info)
+    if not mismatch:
+        return ""
+    return (
+        f"{prefill.name} cannot compute prompts for {decode.name}: {mismatch}; give both the same drafts "
+        "(--speculation, --draft-head, --draft-model) and device"
+    )
+
+
 def hand_over(prefill: EngineClient, decode: EngineClient, request: EngineRequest) -> tuple[EngineStream, Prefill]:
-    """Submit to both workers at once, under a new transfer id."""
+    """Submit to both workers at once, under a new transfer id. Raises Unavailable if their KV is not of one kind."""
+    if mismatch := why_not_handed_over(prefill, decode):
+        raise Unavailable(mismatch)
     transfer = secrets.token_hex(16)
     stream = decode.stream([msgspec.structs.replace(request, awaits=transfer)])
     half = EngineRequest(

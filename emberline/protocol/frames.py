@@ -182,6 +182,18 @@ def transfer_ranks(prefill: EngineInfo | None, decode: EngineInfo | None) -> tup
     return (RankEndpoint("", decode.kv_groups),)
 
 
+def transfer_mismatch(prefill: EngineInfo | None, decode: EngineInfo | None) -> str:
+    """Say why the prefill worker's KV is of no use to the decode worker: other KV groups, as of another drafter, or
+    another data type. Empty if it is, however each is divided, or if one of the workers is not known yet."""
+    if prefill is None or decode is None:
+        return ""
+    ours, theirs = (
+        [f"{group.name} ({group.dtype}, keys by {group.keys})" for group in info.kv_groups]
+        for info in (prefill, decode)
+    )
+    return "" if ours == theirs else f"KV of {', '.join(ours)} there, of {', '.join(theirs)} here"
+
+
 class Vocabulary(msgspec.Struct, tag="vocabulary"):
     """The model's vocabulary. Sent once per connection, before the first request with a grammar."""
 

@@ -1,15 +1,17 @@
 """A request on our own engines: token deltas in, text events out; the prompt on a prefill worker where there is one."""
 
 import asyncio
+import logging
 import sys
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from functools import lru_cache
 
 import msgspec
 
 from emberline.cluster.engine_client import EngineClient, EngineStream
-from emberline.cluster.prefill_handover import Prefill, hand_over, prefill_id
+from emberline.cluster.prefill_handover import Prefill, hand_over, prefill_id, why_not_handed_over
 from emberline.cluster.timings import DEFAULTS, Timings
 from emberline.protocol.errors import EmberlineError, ErrorInfo, Internal, Unavailable, from_info
 from emberline.protocol.events import (
@@ -32,6 +34,13 @@ from emberline.telemetry.request_log import JobContext, in_flight_id
 from emberline.telemetry.tracing import PROVIDER
 
 encode = msgspec.json.Encoder().encode
+_log = logging.getLogger(__name__)
+
+
+@lru_cache(1024)
+def _tell(problem: str) -> None:
+    """Log a problem of two workers once, and not for every request."""
+    _log.warning("%s; the decode worker computes them itself", problem)
 
 
 class EngineTransport:
@@ -133,6 +142,9 @@ class EngineTransport:
         for engine in (decode, prefill):
             if engine is not None:
                 await engine.wait_connected(wait_s)
+        if prefill is not None and (problem := why_not_handed_over(prefill, decode)):
+            _tell(problem)
+            prefill = self._prefill_engine = None
         # Before the first token there is one sequence: the others find its prompt in the cache.
         choices = self._choices if self._started else self._choices[:1]
         first, *others = self._sequences(choice for choice in choices if choice.done is None)

@@ -12,12 +12,14 @@ from emberline.cluster.engine_client import EngineClient, EngineStream
 from emberline.cluster.prefill_handover import Prefill, hand_over
 from emberline.cluster.timings import Timings
 from emberline.protocol import token_ids as tokens
+from emberline.protocol.block_hash import KVGroup
 from emberline.protocol.errors import EngineLost, ErrorInfo, Unavailable
 from emberline.protocol.events import TokenDelta, Usage
 from emberline.protocol.frames import transfer_ticket
 from tests.cluster.test_engine_client import PATIENCE_S, request
 from tests.service.fake_engine import FakeEngine
 
+GROUP = KVGroup("full", (0, 1), kv_heads=1, head_dim=8, dtype="float16")
 TOKEN = TokenDelta("r1", tokens.pack([5]))
 
 
@@ -98,3 +100,16 @@ async def test_a_failed_transfer_names_the_worker_that_reported_it(halves: Halve
         async with asyncio.timeout(PATIENCE_S):
             await halves.stream.next()
     assert halves.half.error is told.value
+
+
+async def test_workers_whose_drafters_differ_are_refused_at_once(tmp_path: Path) -> None:
+    """Nothing is submitted to either: a decode worker would wait a minute for KV that it cannot use."""
+    drafts = KVGroup("draft", (2,), kv_heads=1, head_dim=8, dtype="float16")
+    prefill = await FakeEngine(tmp_path / "p.sock", name="p", kv_groups=(GROUP,)).start()
+    decode = await FakeEngine(tmp_path / "d.sock", name="d", kv_groups=(GROUP, drafts)).start()
+    async with _client(prefill) as p, _client(decode) as d:
+        with pytest.raises(Unavailable, match=r"p cannot compute prompts for d: .*draft.*give both the same drafts"):
+            hand_over(p, d, request())
+    assert decode.submitted == prefill.submitted == []
+    await prefill.die()
+    await decode.die()

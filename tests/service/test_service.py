@@ -17,6 +17,7 @@ from emberline.balancer.circuit_breaker import FAILURES
 from emberline.catalog.model_card import ModelCard
 from emberline.cluster.timings import Timings
 from emberline.protocol import token_ids as tokens
+from emberline.protocol.block_hash import KVGroup
 from emberline.protocol.errors import (
     BadInput,
     ContextExceeded,
@@ -1055,3 +1056,22 @@ async def test_a_request_for_a_connected_worker_does_not_look_for_providers(serv
     service.core.know_model = know_model
     await events_of(service, ask())
     assert not asked
+
+
+async def test_a_decode_worker_computes_prompts_itself_if_the_prefill_worker_has_another_drafter(
+    tmp_path: Path, open_one: Opener, say: Callable[..., Script]
+) -> None:
+    group = KVGroup("full", (0, 1), kv_heads=1, head_dim=8, dtype="float16")
+    drafts = KVGroup("draft", (2,), kv_heads=1, head_dim=8, dtype="float16")
+    prefill = await FakeEngine(
+        tmp_path / "p.sock", name="p", role="prefill", transfers=("tcp",), kv_groups=(group,)
+    ).start()
+    decode = await FakeEngine(
+        tmp_path / "d.sock", say("alone"), name="d", role="decode", transfers=("tcp",), kv_groups=(group, drafts)
+    ).start()
+    service = await open_one(prefill, decode)
+    assert text_of(await events_of(service, ask())) == "alone"
+    assert [sent.awaits for sent in decode.submitted] == [""]
+    assert prefill.submitted == []
+    for engine in (prefill, decode):
+        await engine.die()
