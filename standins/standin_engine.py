@@ -32,6 +32,7 @@ from emberline.kv.host_memory import HostMemory, shared_pages
 from emberline.kv.transfer.group_transfers import GroupTransfers
 from emberline.kv.transfer.host_transfers import host_transfers
 from emberline.kv.transfer.manager import TransferManager
+from emberline.kv.transfer.mooncake import host_pools
 from emberline.protocol import block_hash as blockhash
 from emberline.protocol import token_ids as tokens
 from emberline.protocol.block_hash import BLOCK_TOKENS, KVGroup
@@ -275,7 +276,7 @@ def build(args: argparse.Namespace, drop_connection: Callable[[str], None]) -> t
     if args.role != "both" or args.check_kv:
         pages = shared_pages(n_blocks * layout.block_bytes)
         memory = HostMemory([memoryview(pages.buffer)], [layout.block_bytes], [pages.descriptor])
-        engine = process.mooncake_engine(memory, args)
+        engine = process.mooncake_engine(host_pools(memory), args)
         transfers = host_transfers(args.fingerprint, [layout], memory, engine)
         stamps = KVStamps(args.fingerprint, memory)
     info = EngineInfo(

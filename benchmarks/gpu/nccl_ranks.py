@@ -52,7 +52,7 @@ def run_rank(rank: int, size: int, path: str) -> dict[str, Any]:
     import torch.distributed as dist
 
     from benchmarks.gpu.kernels import time_us
-    from emberline.engine.ranks.nccl import NcclCollectives, NcclStages
+    from emberline.engine.ranks.nccl import NcclCollectives, NcclStages, nccl_version
 
     store = dist.FileStore(path, size)
     store.set_timeout(timedelta(seconds=LIMIT_S))
@@ -103,7 +103,7 @@ def run_rank(rank: int, size: int, path: str) -> dict[str, Any]:
         check("what a stage received", passed_on, parts[rank], parts[0])
         sliced = [torch.randn((size, *shape), generator=generator).bfloat16() for _ in range(size)]
         check("what was exchanged", group.exchange, sliced[rank], torch.stack([each[rank] for each in sliced]))
-    found: dict[str, Any] = {"nccl": ".".join(map(str, torch.cuda.nccl.version())), "checked": n_checked}
+    found: dict[str, Any] = {"nccl": nccl_version(), "checked": n_checked}
     for rows in TIMED:
         x = torch.zeros(rows, HIDDEN, device=device, dtype=torch.bfloat16)
         wide = torch.zeros(size, rows, HIDDEN, device=device, dtype=torch.bfloat16)

@@ -65,7 +65,6 @@ _DRAFTING = ("draft_model", "eagle3")
 _NO_STAGES = "the states and tokens that the last stage drafts from do not pass between GPUs' stages yet"
 REFUSALS = (
     *(Refusal((name, "pp", "gpu"), _NO_STAGES, "divide by --tp alone, or leave it out") for name in _DRAFTING),
-    *(Refusal(("mooncake", name), "ranks send their slices themselves", "leave it out") for name in ("tp", "pp")),
     Refusal(("draft_model", "eagle3"), "one of them drafts for a sequence, alone", "give one of them"),
     Refusal(
         ("prompt_logprobs", "pp"),

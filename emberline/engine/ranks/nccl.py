@@ -5,6 +5,7 @@ From version 2.30 on, NCCL also runs several ranks on one GPU if NCCL_MULTI_RANK
 A group's calls are ordered by the current stream and are captured into CUDA graphs.
 """
 
+import ctypes
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,14 +19,24 @@ from torch import Tensor
 from emberline.kernels.collectives import CollectiveError
 from emberline.kernels.gpu.launch import is_compiling
 
-SHARES_SINCE = (2, 30)  # the version from which several ranks can share a GPU
+SHARES_SINCE = 23_000  # version 2.30, from which several ranks can share a GPU
 _dist: Any = torch.distributed  # its process groups have no types
 
 
 def shares_gpus() -> bool:
     """True if NCCL runs several ranks on one GPU: it was asked to, and its version can."""
-    nccl: Any = torch.cuda.nccl  # without types
-    return os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" and nccl.version()[:2] >= SHARES_SINCE
+    return os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" and nccl_version() >= SHARES_SINCE
+
+
+def nccl_version() -> int:
+    """Version of the NCCL that this process has loaded, such as 23102; torch tells the one it was compiled with.
+    Returns 0 if NCCL is a part of torch's own library."""
+    version = ctypes.c_int()
+    try:
+        ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(version))
+    except (OSError, AttributeError):
+        return 0
+    return version.value
 
 
 class NcclCollectives:

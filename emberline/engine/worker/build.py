@@ -56,6 +56,7 @@ from emberline.kv.tiers.mover import BlockMover, HostMover
 from emberline.kv.transfer.group_transfers import GroupTransfers
 from emberline.kv.transfer.host_transfers import host_transfers
 from emberline.kv.transfer.manager import TransferManager
+from emberline.kv.transfer.mooncake import host_pools
 from emberline.protocol.block_hash import KVGroup
 from emberline.protocol.credential import client_context, server_context
 from emberline.protocol.errors import BadInput
@@ -76,6 +77,7 @@ if TYPE_CHECKING:
     from emberline.engine.images.tower_loading import Images
     from emberline.engine.ranks.rank_group import RankGroup
     from emberline.engine.ranks.rank_runner import FollowerLoop
+    from emberline.engine.runners.gpu.mooncake_probe import why_not_device_memory
     from emberline.engine.runners.gpu.preparation import StepPreparation
 
 CPU_DEFAULTS = {"max_running": 64, "token_budget": 512}
@@ -335,7 +337,7 @@ def _open_cpu(loaded: _Loaded, args: argparse.Namespace, size: Sizing, _: Compil
         runner = TorchRunner(model, n_blocks, limits, device, prefill, shared, cpu_share, head, images)
     if runner.memory is None:
         return _Opened(runner, cache, limits, prefill)
-    mooncake = process.mooncake_engine(runner.memory, args)
+    mooncake = process.mooncake_engine(host_pools(runner.memory), args)
     transfers = host_transfers(loaded.fingerprint, loaded.kv_groups, runner.memory, mooncake)
     return _Opened(runner, cache, limits, prefill, transfers, HostMover(runner.memory))
 
@@ -346,7 +348,7 @@ def _open_gpu(loaded: _Loaded, args: argparse.Namespace, size: Sizing, compiler:
     from emberline.engine.runners.gpu.engine import GpuEngine
     from emberline.engine.runners.gpu.preparation import StepPreparation
     from emberline.engine.runners.gpu.tiers import CudaMover, PinnedAllocator
-    from emberline.engine.runners.gpu.transfer import device_transfers, exported_pools
+    from emberline.engine.runners.gpu.transfer import device_pools, device_transfers, exported_pools
 
     model, fingerprint, device, _, (head, *_), speculation, images = loaded
     limits, speculates = _limits(model.config, None, args), speculation is not None
@@ -359,7 +361,14 @@ def _open_gpu(loaded: _Loaded, args: argparse.Namespace, size: Sizing, compiler:
     runner = engine.runner(n_blocks, limits, pools=pools)
     timed = None if speculation is None else speculation.calibrate
     preparation = StepPreparation(model, runner, limits, compiler, timed)
-    transfers = device_transfers(fingerprint, loaded.kv_groups, runner.pools, spans)
+    mooncake = None
+    if args.mooncake and spans:
+        if problem := why_not_device_memory(args.mooncake, process.own_host(args), device):
+            _log.warning("Mooncake does not move this GPU's memory: %s; KV passes through pinned host memory", problem)
+        else:
+            mooncake = process.mooncake_engine(device_pools(runner.pools, loaded.kv_groups), args)
+            _log.info("Mooncake moves KV from and to this GPU's memory", extra={"protocol": args.mooncake})
+    transfers = device_transfers(fingerprint, loaded.kv_groups, runner.pools, spans, mooncake)
     mover, allocate = CudaMover(runner.pools, loaded.kv_groups), PinnedAllocator(device)
     steps = engine.steps_in_flight
     return _Opened(runner, cache, limits, engine.prefill, transfers, mover, allocate, steps, preparation)

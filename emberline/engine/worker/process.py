@@ -14,16 +14,15 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
 from emberline.engine.addresses import PARENT_VARIABLE, RANK_0_VARIABLE, TOKEN_VARIABLE, positive
 from emberline.engine.worker.announcer import Announcer, add_arguments
 from emberline.engine.worker.socket_server import Server
-from emberline.kv.host_memory import HostMemory
 from emberline.kv.transfer.manager import TransferManager
-from emberline.kv.transfer.mooncake import MooncakeEngine
+from emberline.kv.transfer.mooncake import MooncakeEngine, Pool
 from emberline.kv.transfer.transport import SHARED_MEMORY, TransportUnavailable
 from emberline.protocol.errors import BadInput, EmberlineError
 from emberline.protocol.frames import WorkerRole
@@ -106,13 +105,17 @@ def receive_transports(transfers: TransferManager | None, args: argparse.Namespa
     return tuple(name for name in transfers.receives_by if name != SHARED_MEMORY or not tcp)
 
 
-def mooncake_engine(memory: HostMemory, args: argparse.Namespace) -> MooncakeEngine | None:
+def own_host(args: argparse.Namespace) -> str:
+    """The host at which other machines reach this engine."""
+    return args.socket.removeprefix("tcp:").rpartition(":")[0] if args.socket.startswith("tcp:") else "127.0.0.1"
+
+
+def mooncake_engine(pools: Sequence[Pool], args: argparse.Namespace) -> MooncakeEngine | None:
     """Mooncake's Transfer Engine over our pools. Returns None if no flag asks for it."""
     if not args.mooncake:
         return None
-    host = args.socket.removeprefix("tcp:").rpartition(":")[0] if args.socket.startswith("tcp:") else "127.0.0.1"
     try:
-        return MooncakeEngine(memory, host, args.mooncake)
+        return MooncakeEngine(pools, own_host(args), args.mooncake)
     except TransportUnavailable as error:
         raise BadInput(str(error), param="mooncake") from None
 

@@ -34,10 +34,8 @@ def host_transfers(
             return SharedMemorySendTransport(memory, connection.take_descriptors(opened.n_descriptors), target)
         if transport == TCP:
             return TcpSendTransport(memory, connection, target)
-        if target is not None:
-            raise TransportUnavailable(f"{transport} sends whole blocks: give both workers the same layout")
         if transport == MOONCAKE and mooncake is not None:
-            return MooncakeSendTransport(mooncake, opened)
+            return MooncakeSendTransport(mooncake, opened, target)
         raise TransportUnavailable(f"unknown transport {transport!r}")
 
     receive_transports: list[ReceiveTransport] = [TcpReceiveTransport()]

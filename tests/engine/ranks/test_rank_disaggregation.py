@@ -87,6 +87,30 @@ def test_prefill_and_decode_have_layouts_of_their_own(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("second", [("--tp", "2"), ("--pp", "2"), ()])
+def test_ranks_send_by_mooncake(
+    model: Path, expected: list[list[int]], tmp_path: Path, second: tuple[str, ...]
+) -> None:
+    """Every rank has an engine of its own; between two layouts it writes what the other rank needs of each block."""
+    pytest.importorskip("mooncake.engine", exc_type=ImportError)
+    both = ("--mooncake", "tcp")
+    with (
+        worker(model, tmp_path / "p", "--role", "prefill", "--tp", "2", *both) as (_, p),
+        worker(model, "tcp:127.0.0.1:0", "--role", "decode", *second, *both) as (_, d),
+    ):
+        assert p.get("ready"), p
+        assert d.get("ready"), d
+        with Client(p["address"]) as prefill, Client(d["address"]) as decode:
+            prefill.sock.settimeout(120)
+            decode.sock.settimeout(120)
+            assert decode.greeting.info.transfers == ("mooncake", "tcp")
+            assert transferred(prefill, decode, d["address"]) == expected
+            assert decode.deltas["greedy"][0].usage.cached_by_tier == {"device": 0, "pushed": 64}
+            check_idle(prefill)
+            check_idle(decode)
+
+
+@pytest.mark.slow
 def test_a_rank_that_dies_during_a_transfer_ends_it_and_the_other_worker_goes_on(
     model: Path,
     expected: list[list[int]],

@@ -27,6 +27,13 @@ from emberline.kv.transfer.cuda_ipc import (
 )
 from emberline.kv.transfer.manager import TransferManager
 from emberline.kv.transfer.messages import TransportOpened
+from emberline.kv.transfer.mooncake import (
+    MOONCAKE,
+    MooncakeEngine,
+    MooncakeReceiveTransport,
+    MooncakeSendTransport,
+    Pool,
+)
 from emberline.kv.transfer.transport import (
     TCP,
     BlockCopy,
@@ -62,10 +69,21 @@ def exported_pools(
     return pools, spans
 
 
+def device_pools(pools: Sequence[Tensor], layouts: Sequence[KVGroup]) -> list[Pool]:
+    """The pools in device memory, to be registered with Mooncake's Transfer Engine."""
+    return [Pool(pool.data_ptr(), pool.nbytes, layout.block_bytes) for pool, layout in zip(pools, layouts)]
+
+
 def device_transfers(
-    fingerprint: str, layouts: Sequence[KVGroup], pools: Sequence[Tensor], spans: Sequence[DeviceSpan]
+    fingerprint: str,
+    layouts: Sequence[KVGroup],
+    pools: Sequence[Tensor],
+    spans: Sequence[DeviceSpan],
+    mooncake: MooncakeEngine | None = None,
 ) -> TransferManager:
-    """Transfers of pools in device memory: send from them, and receive into them if they can be exported (`spans`)."""
+    """Transfers of pools in device memory: send from them, and receive into them if they can be exported (`spans`).
+
+    mooncake: has registered them; None: it cannot, and KV for other machines passes through pinned host memory."""
     words = [pool_words(pool, layout) for pool, layout in zip(pools, layouts)]
     blocks = [each.view(torch.uint8) for each in words]
 
@@ -74,20 +92,25 @@ def device_transfers(
     ) -> SendTransport:
         if name == TCP:
             return StagedTcpSendTransport(blocks, connection, target)
+        if name == MOONCAKE and mooncake is not None:
+            return MooncakeSendTransport(mooncake, opened, target)
         if name != cuda_ipc.CUDA_IPC:
             raise TransportUnavailable(f"unknown transport {name!r}")
         return open_cuda_ipc(words, opened, target)
 
+    send = [cuda_ipc.CUDA_IPC, *([MOONCAKE] if mooncake is not None else ()), TCP]
     if not spans:
-        return TransferManager(fingerprint, layouts, None, (), (cuda_ipc.CUDA_IPC, TCP), open_transport)
+        return TransferManager(fingerprint, layouts, None, (), send, open_transport)
     receive: list[ReceiveTransport] = []
     try:
         receive.append(exporting(pools, spans))
     except TransportUnavailable as error:
         _log.warning("this worker receives KV through host memory: %s", error)
+    if mooncake is not None:
+        receive.append(MooncakeReceiveTransport(mooncake))
     receive.append(TcpReceiveTransport())
     staged = StagedPools(blocks)
-    return TransferManager(fingerprint, layouts, staged, receive, (cuda_ipc.CUDA_IPC, TCP), open_transport)
+    return TransferManager(fingerprint, layouts, staged, receive, send, open_transport)
 
 
 def _gpu_uuid(device: torch.device) -> str:
