@@ -14,7 +14,7 @@ from emberline.protocol.parallel_layout import Layout
 
 
 class Feature(NamedTuple):
-    """What an operator can ask of a worker."""
+    """Actions that an operator can ask of a worker."""
 
     name: str
     kind: str  # features of one kind are neighbours in the printed table

@@ -78,7 +78,7 @@ class SimTier:
             self._evict()
 
     def outlives(self, n_after: int) -> bool:
-        """Whether what was stored before so many blocks may still be there: they need not all be different."""
+        """True if what was stored before `n_after` blocks may still be there: those need not all be different."""
         return n_after < SAFE_FILLS * self._capacity
 
     def use(self, path: Sequence[int], n_shared: int, conversation: Conversation | None) -> None:

@@ -159,7 +159,7 @@ class SimWorker:
 
     @property
     def prefill_rate(self) -> float:
-        """As the engine reports it; 0: not measured yet."""
+        """Prefill rate as the engine reports it. 0 if not measured yet."""
         return self._prefill_rate
 
     def decode_rate(self, interval_s: float) -> float:

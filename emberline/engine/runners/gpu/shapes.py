@@ -64,7 +64,7 @@ def all_mixed_decode_rows(max_rows: int) -> list[int]:
 
 
 def max_draws(max_rows: int) -> int:
-    """Of a step: one of each row, or several of each of fewer rows."""
+    """The most draws of a step: one of each row, or several of each of fewer rows."""
     return max(max_rows + CHUNK_ROWS, MIN_DRAWS)
 
 
@@ -97,7 +97,7 @@ def verify_shape(rows: int, n_tokens: int, max_rows: int) -> tuple[int, int] | N
 
 @cache
 def most_drafts(rows: int, max_rows: int) -> int:
-    """Of all rows of a step together."""
+    """The most drafts of all rows of a step together."""
     padded = decode_rows(rows, max_rows)
     return max((n - rows for r, n in all_verify_shapes(max_rows) if r == padded), default=0)
 
@@ -110,7 +110,7 @@ def max_graphs(max_rows: int, speculates: bool = False) -> int:
 
 
 def is_essential(n_decodes: int, n_tokens: int | None, max_rows: int, largest: int = MAX_GRAPH_TOKENS) -> bool:
-    """Whether a shape is captured before requests are accepted; n_tokens: None for a step that only decodes.
+    """True if a shape is captured before requests are accepted. n_tokens is None for a step that only decodes.
 
     largest: `graph_tokens` of the model.
 

@@ -67,13 +67,13 @@ class PoolStore(Protocol):
 
 
 class PoolMaster(Protocol):
-    """What the master tells beside the store: `MasterMetrics`."""
+    """Source of facts that the store itself does not tell: `MasterMetrics`."""
 
     def usage(self) -> PoolUsage:
         """The last known, at once."""
 
     def names(self) -> list[str]:
-        """Of all objects; blocking. OSError: it does not answer."""
+        """Names of all objects. Blocks. Raises OSError if the master does not answer."""
 
 
 class _Belongs(NamedTuple):
@@ -347,7 +347,7 @@ class PoolTier:
         return n_removed
 
     def purge(self, owner: bytes | None = None, session: bytes | None = None) -> int:
-        """Of all workers' blocks where the master lists them, else of this worker's. A header is not verified here: a
+        """Purge all workers' blocks where the master lists them, else this worker's. A header is not verified here: a
         forged one costs its own object at most."""
         with self._lock:
             own = [self._name(id_) for id_, (_, belongs) in self._saved.items() if belongs.matches(owner, session)]
