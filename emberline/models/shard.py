@@ -14,7 +14,7 @@ from emberline.weights.rank_checkpoint import Rank, RankCheckpoint
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Its place in the layout, the layers of every stage, and the groups through which it talks to other ranks."""
+    """A rank's place in the layout, the layers of every stage, and the groups through which it talks to other ranks."""
 
     layout: Layout
     position: Position
@@ -49,7 +49,7 @@ class Shard:
 
     @property
     def rank(self) -> Rank:
-        """This process's rank among those that divide the stage's layers."""
+        """The process's rank among those that divide the stage's layers."""
         return Rank(self.position.tp_rank, self.layout.tp)
 
     @property

@@ -91,7 +91,7 @@ class ElasticFleet:
             self._clock.at(self._clock.now_s, self._emptied, node)
 
     def fail(self, name: str, down_s: float) -> None:
-        """It dies if it runs, and is back with an empty cache."""
+        """Kill a node if it runs. It comes back with an empty cache after down_s."""
         node = self.nodes[name]
         if node.state == "running" and node.next_role is None:
             self._become(node, "lost")

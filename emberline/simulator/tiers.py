@@ -149,7 +149,7 @@ class WorkerTiers:
             tier.store(segments, conversation, self._worker, self._block_bytes)
 
     def remember(self, segments: Sequence[Segment], conversation: Conversation | None, n_after: int) -> None:
-        """They were stored before the simulation began, and so many blocks after them."""
+        """Store segments as of before the simulation began, with n_after blocks stored after them."""
         for tier in self.tiers:
             if tier.spec.shared or tier.outlives(n_after):
                 tier.store(segments, conversation, self._worker)

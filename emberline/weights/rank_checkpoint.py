@@ -47,7 +47,7 @@ class Rank(NamedTuple):
         return self.number * size // self.of, (self.number + 1) * size // self.of
 
     def vocabulary(self, size: int) -> tuple[int, int]:
-        """Its size need not divide."""
+        """The rank's rows [start, stop] of a vocabulary, whose size need not divide."""
         return self.number * size // self.of, (self.number + 1) * size // self.of
 
     def kv_heads(self, n: int) -> tuple[int, int]:
@@ -90,7 +90,7 @@ class RankCheckpoint:
 
     @property
     def names(self) -> Iterable[str]:
-        """Those of the source that the rank has a part of, as the rank numbers its experts."""
+        """Names of the source's tensors that the rank has a part of, as the rank numbers its experts."""
         first, stop = self._own_experts
         for name in self._source.names:
             part, expert, suffix = split_name(name)

@@ -1,4 +1,4 @@
-"""Which layouts of so many GPUs a model can have, compared for a workload, and the one to take."""
+"""Compares the layouts that a model can have on a number of GPUs, for a workload, and chooses one."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Which collectives a group uses: gloo between CPUs, memory that all ranks map or NCCL between GPUs."""
+"""The collectives that a group uses: gloo between CPUs, memory that all ranks map or NCCL between GPUs."""
 
 from collections.abc import Callable, Sequence
 

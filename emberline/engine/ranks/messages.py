@@ -81,7 +81,7 @@ class KVReport(msgspec.Struct, tag="kv"):
 
 
 class RankFailed(msgspec.Struct, tag="failed"):
-    """This rank cannot go on, and so the group cannot."""
+    """The sending rank cannot go on, and so the group cannot."""
 
     message: str
 

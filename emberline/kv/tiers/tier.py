@@ -71,7 +71,7 @@ class Tier(Protocol):
     changes: TierChanges | None  # told what it gains and loses
 
     def holds(self, ids: Sequence[BlockId]) -> list[bool]:
-        """Which blocks `read` would probably return, from memory: well below a microsecond for each."""
+        """True for each block that `read` would probably return. Looks in memory: well below a microsecond each."""
 
     def held(self) -> list[BlockId]:
         """All blocks that `holds` knows of."""

@@ -34,7 +34,7 @@ class Target(NamedTuple):
 
 
 class TransportUnavailable(Exception):
-    """This transport does not reach the other engine; the text says why. Another one may."""
+    """A transport does not reach the other engine; the text says why. Another one may."""
 
 
 class BlockSource(Protocol):

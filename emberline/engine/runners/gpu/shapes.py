@@ -82,7 +82,7 @@ def all_verify_shapes(max_rows: int) -> tuple[tuple[int, int], ...]:
 
 
 def timed_verify_shapes(max_rows: int) -> list[tuple[int, int]]:
-    """Those whose times tell what drafts cost, with the plain steps of as many rows, which have a token of each."""
+    """Shapes whose times tell what drafts cost, beside plain steps of the same rows, which have a token of each."""
     timed = [(rows, rows * n) for rows in (1, 4, 16, 64) for n in (3, 5, 9)]
     found = [shape for shape in timed if shape in all_verify_shapes(max_rows)]
     return [*((rows, rows) for rows in sorted({rows for rows, _ in found})), *found]

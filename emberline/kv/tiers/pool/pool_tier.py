@@ -267,7 +267,7 @@ class PoolTier:
                 self._saved.popitem(last=False)
 
     def _batches(self, buffers: Sequence[memoryview], indices: Iterable[int], first_stage: int) -> Iterator[_Batch]:
-        """They fill two stages in turn. A block that is larger than a stage is in none."""
+        """Divide buffers into batches that fill two stages in turn. A block larger than a stage is in none."""
         stage, at = first_stage, 0
         batch = _Batch([], [], [])
         for index in indices:
@@ -363,7 +363,7 @@ class PoolTier:
         return self._remove(list(dict.fromkeys((*own, *others))))
 
     def _belonging(self, names: Sequence[str], owner: bytes | None, session: bytes | None) -> list[str]:
-        """Those of the objects whose headers say so."""
+        """Names of the objects whose headers name this owner and session."""
         found = []
         n_most = min(NAMES_PER_CALL, self._stage_bytes // HEADER_BYTES)
         with self._reading:
