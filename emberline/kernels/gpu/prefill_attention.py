@@ -105,12 +105,13 @@ def _softmax_step(q, k, v, visible, row_max, denom, out, scale, MASKED: tl.const
 
 @triton.jit
 def _attend_query_tile(
-    q, out, pool, tables, query_starts, context_lens, row, tile, head, kv_heads, scale, local_size, sinks, block_stride,
-    table_stride, partials, counters, split, n_splits, tiles_per_split, GROUP: tl.constexpr, DIM: tl.constexpr,
-    PAD: tl.constexpr, QUERIES: tl.constexpr, TILE: tl.constexpr, LOCAL: tl.constexpr, SINKS: tl.constexpr,
-    STAGES: tl.constexpr, SPLIT: tl.constexpr,
+    q, out, pool, tables, query_starts, context_lens, row, tile, head, kv_heads, scale, local_size, sinks, last_visible,
+    block_stride, table_stride, partials, counters, split, n_splits, tiles_per_split, GROUP: tl.constexpr,
+    DIM: tl.constexpr, PAD: tl.constexpr, QUERIES: tl.constexpr, TILE: tl.constexpr, LOCAL: tl.constexpr,
+    SINKS: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Attention of one query tile for one KV head; with SPLIT over `tiles_per_split` tiles of its keys."""
+    """Attention of one query tile for one KV head; with SPLIT over `tiles_per_split` tiles of its keys. With AHEAD
+    queries see keys up to `last_visible`, which may be after them."""
     TOKENS: tl.constexpr = QUERIES // GROUP
     start = tl.load(query_starts + row)
     n = tl.load(query_starts + row + 1) - start
@@ -122,6 +123,10 @@ def _attend_query_tile(
     first_position = context - n + first  # position of the tile's first query
     position = (context - n + token)[:, None]
     end = tl.minimum(first_position + TOKENS, context)
+    last = position
+    if AHEAD:
+        last = tl.load(last_visible + start + token, mask=token < n, other=0)[:, None]
+        end = tl.minimum(tl.max(last) + 1, context)
     table = tables + row.to(tl.int64) * table_stride
     keys = pool + head * (16 * DIM)
     values = keys + kv_heads * (16 * DIM)
@@ -168,7 +173,7 @@ def _attend_query_tile(
         load_mask = key_mask[:, None] & (d < DIM)[None, :]
         k = tl.load(keys + offsets, mask=load_mask, other=0.0)
         v = tl.load(values + offsets, mask=load_mask, other=0.0)
-        visible = key[None, :] <= position
+        visible = key[None, :] <= last
         if LOCAL:
             visible &= key[None, :] >= first_visible(position, local_size, LOCAL)
         row_max, denom, acc = _softmax_step(queries, k, v, visible, row_max, denom, acc, scale, True)
@@ -188,9 +193,9 @@ def _attend_query_tile(
 @triton.jit(do_not_specialize=["first_row", "n_rows", "max_tokens", "local_size"])
 def _prefill_attention(
     q, out, pool, tables, query_starts, context_lens, first_row, n_rows, max_tokens, scale, local_size, sinks,
-    block_stride, table_stride, work_items, partials, counters, GROUP: tl.constexpr, DIM: tl.constexpr,
+    last_visible, block_stride, table_stride, work_items, partials, counters, GROUP: tl.constexpr, DIM: tl.constexpr,
     PAD: tl.constexpr, QUERIES: tl.constexpr, TILE: tl.constexpr, LOCAL: tl.constexpr, SINKS: tl.constexpr,
-    ROWS: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
+    AHEAD: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     TOKENS: tl.constexpr = QUERIES // GROUP
     head, kv_heads = tl.program_id(1), tl.num_programs(1)
@@ -211,8 +216,8 @@ def _prefill_attention(
     if exists:
         _attend_query_tile(
             q, out, pool, tables, query_starts, context_lens, row, tile, head, kv_heads, scale, local_size, sinks,
-            block_stride, table_stride, partials, counters, split, n_splits, tiles_per_split, GROUP, DIM, PAD, QUERIES,
-            TILE, LOCAL, SINKS, STAGES, SPLIT,
+            last_visible, block_stride, table_stride, partials, counters, split, n_splits, tiles_per_split, GROUP, DIM,
+            PAD, QUERIES, TILE, LOCAL, SINKS, AHEAD, STAGES, SPLIT,
         )  # fmt: skip
 
 
@@ -220,12 +225,16 @@ def prefill_attention(
     q: Tensor, out: Tensor, attn: GroupedQueryAttention, pool: Tensor, tables: Tensor, query_starts: Tensor,
     context_lens: Tensor, tokens: int, first_row: int = 0, max_tokens: int = 2**31 - 1,
     splits: PrefillSplits | None = None, pdl: bool = False, tile: PrefillTile | None = None,
+    last_visible: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Attention of the rows from `first_row` on, with at most `tokens` new tokens in all.
 
     q, out: [all tokens, heads * dim]; q is rotated, and k and v of the new tokens are in the cache already. Rows may be
     empty, and those with more than `max_tokens` tokens are skipped. splits: of these rows, from `plan_prefill_splits`.
+    last_visible: int32 [all tokens], the position up to which each sees, at least its own; None: its own. Needs whole
+    keys, without splits.
     """
+    assert last_visible is None or splits is None
     n_rows = query_starts.shape[0] - 1 - first_row
     if not tokens or not n_rows:
         return
@@ -236,8 +245,10 @@ def prefill_attention(
     local, size = locality(attn.window, attn.chunk)
     _prefill_attention[(n_programs, attn.kv_heads)](
         q, out, pool, tables, query_starts, context_lens, first_row, n_rows, max_tokens, attn.scale * LOG2_E,
-        size, q if attn.sinks is None else attn.sinks, pool.stride(0), tables.stride(0), table, partials, counters,
-        GROUP=group, DIM=attn.head_dim, PAD=next_power_of_two(attn.head_dim), QUERIES=tile_queries, TILE=tile.keys,
-        LOCAL=local, SINKS=attn.sinks is not None, ROWS=64, STAGES=tile.stages, SPLIT=splits is not None,
-        PDL=int(pdl), **launch_options(pdl, num_warps=tile.warps, num_stages=tile.stages),
+        size, q if attn.sinks is None else attn.sinks, q if last_visible is None else last_visible, pool.stride(0),
+        tables.stride(0), table, partials, counters, GROUP=group, DIM=attn.head_dim,
+        PAD=next_power_of_two(attn.head_dim), QUERIES=tile_queries, TILE=tile.keys, LOCAL=local,
+        SINKS=attn.sinks is not None, AHEAD=last_visible is not None, ROWS=64, STAGES=tile.stages,
+        SPLIT=splits is not None, PDL=int(pdl),
+        **launch_options(pdl, num_warps=tile.warps, num_stages=tile.stages),
     )  # fmt: skip

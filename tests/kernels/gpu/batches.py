@@ -93,8 +93,9 @@ def keys_values(b: Batch, row: int, context: int) -> tuple[Tensor, Tensor]:
     return keys, values
 
 
-def attention_reference(q: Tensor, attn: GroupedQueryAttention, b: Batch) -> Tensor:
-    """Attention of rotated queries [tokens, heads * dim] over the cache of layer 1; padding rows are zero."""
+def attention_reference(q: Tensor, attn: GroupedQueryAttention, b: Batch, last_visible: Tensor | None = None) -> Tensor:
+    """Attention of rotated queries [tokens, heads * dim] over the cache of layer 1; padding rows are zero.
+    last_visible: how far each query sees, where that is not its own position."""
     out = torch.zeros_like(q).view(b.tokens, attn.heads, attn.head_dim)
     starts = b.query_starts.tolist()
     for row, context in enumerate(b.context_lens.tolist()):
@@ -103,5 +104,6 @@ def attention_reference(q: Tensor, attn: GroupedQueryAttention, b: Batch) -> Ten
             new = slice(starts[row], starts[row + 1])
             queries = q[new].view(n, attn.heads, attn.head_dim)
             local = (attn.window, attn.chunk, attn.sinks)
-            out[new] = attend(queries, *keys_values(b, row, context), attn.scale, context - n, *local)
+            ahead = None if last_visible is None else last_visible[new]
+            out[new] = attend(queries, *keys_values(b, row, context), attn.scale, context - n, *local, ahead)
     return out.flatten(1)

@@ -57,3 +57,19 @@ def test_a_query_does_not_depend_on_chunk_boundaries() -> None:
         prefill_attention(q[start:stop].clone(), out, attn, b.pool[:, 1], b.tables, starts, context, stop - start)
         parts[start:stop] = out
     assert torch.equal(whole, parts)
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_image_tokens_see_their_whole_image(window: int | None) -> None:
+    attn = attention(4, 2, 64, window)
+    b = batch([3, 0, 60, 1, 17], [3, 0, 90, 65, 64], attn)
+    seen = b.positions.clone()
+    seen[3 + 4 : 3 + 36] = 30 + 35  # an image at positions 34 .. 65 of the third row
+    seen[64:81] = 63  # the whole chunk of the last one
+    q = noise(b.tokens, 4 * 64, seed=4)
+    out, rows = torch.full_like(q, torch.nan), (b.query_starts, b.context_lens, b.tokens)
+    prefill_attention(
+        q, out, attn, b.pool[:, 1], b.tables, *rows, tile=PrefillTile(32, 32, 2, 4), last_visible=seen
+    )  # fmt: skip
+    assert error(out, attention_reference(q, attn, b, seen)) < LIMIT
+    assert error(out, attention_reference(q, attn, b)) > 0.01

@@ -193,6 +193,8 @@ class TritonBackend:
         decode_rows = self._split_rows(shape, heads // group.kv_heads)
         if self._deterministic or not (shape.max_query or (shape.drafts and not decode_rows)):
             return None
+        if _last_visible(step) is not None:
+            return None  # keys of a query tile then end where the host does not know
         return plan_prefill_splits(
             heads, group.kv_heads, group.head_dim, _locality(group), step.query_starts, step.context_lens,
             len(step.token_ids) - first, decode_rows, workspace.region(f"work_items{index}", torch.int32),
@@ -379,7 +381,8 @@ class TritonBackend:
         first = 0 if context.shape.chunks is None else n_decodes  # captured: only the device knows which rows decode
         n_new = tokens - first
         queries = workspace.take("queries", tokens, attn.heads * attn.head_dim)
-        chunks = [] if self._deterministic else context.shape.chunks or []
+        last_visible = _last_visible(step)
+        chunks = [] if self._deterministic or last_visible is not None else context.shape.chunks or []
         library, memory = self._long, workspace.region("gathered_kv", self.dtype)
         long = [chunk for chunk in chunks if self._long_usable and is_long(library, attn, chunk.n)]
         new_kv = library.new_kv(memory, attn, n_new, long[0].n == n_new) if long else None
@@ -391,7 +394,7 @@ class TritonBackend:
             prefill_attention(
                 queries, out, attn, pool, tables, step.query_starts, step.context_lens, n_new, n_decodes,
                 max_tokens=MIN_TOKENS - 1 if long else 2**31 - 1,
-                splits=context.prefill_splits[attn.kv_group], pdl=self._pdl,
+                splits=context.prefill_splits[attn.kv_group], pdl=self._pdl, last_visible=last_visible,
             )  # fmt: skip
         for chunk in long:
             new, copied = slice(chunk.start, chunk.start + chunk.n), slice(chunk.start - first, None)
@@ -431,6 +434,12 @@ class TritonBackend:
 def _is_full(attn: GroupedQueryAttention) -> bool:
     """True if every token attends to all tokens before it."""
     return attn.window is None and attn.chunk is None
+
+
+def _last_visible(step: Any) -> Tensor | None:
+    """Positions up to which the tokens of a step see. Returns None if every token sees as far as itself."""
+    images = step.images
+    return None if images is None else images.last_visible
 
 
 def _locality(group: KVGroup) -> tuple[int, int]:
