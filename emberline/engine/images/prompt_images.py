@@ -26,13 +26,19 @@ class EncodedRows(Protocol):
         """True if the rows of a tile need not be made."""
         ...
 
+    def begin(self, rows: TileRows) -> bool:
+        """Let the next steps encode a tile, piece by piece. Returns False if the step that takes its rows is to encode
+        it as a whole."""
+        ...
+
 
 @dataclass(slots=True)
 class _StepBudget:
-    """Images that a step encodes."""
+    """What a step encodes."""
 
     number: int  # of the step
     left: int  # pixels
+    has_others: bool  # sequences wait for the step's end
     keys: set[TileKey] = field(default_factory=set)  # tiles that it encodes
 
 
@@ -61,7 +67,7 @@ class PromptImages(Feature):
         self._step_pixels, self._whole_images = step_pixels, whole_images
         self._checked: tuple[str, ImagePlaces] | None = None  # of the newest request
         self._prompts: dict[int, _Prompt] = {}  # by the number of the sequence
-        self._budget = _StepBudget(-1, 0)
+        self._budget = _StepBudget(-1, 0, False)
         self._n_encoded = self._n_reused = 0  # tiles of prompts
 
     def check(self, request: EngineRequest) -> None:
@@ -118,11 +124,15 @@ class PromptImages(Feature):
         """The position up to which the step can compute: before the first tile for which its budget has no room."""
         assert self._rows is not None
         if self._budget.number != plan.number:
-            self._budget = _StepBudget(plan.number, self._step_pixels * (1 if plan.n_rows else ALONE))
+            pixels = self._step_pixels * (1 if plan.n_rows else ALONE)
+            self._budget = _StepBudget(plan.number, pixels, plan.n_rows > 0)
         budget = self._budget
         for rows in prompt.places.between(start, end)[1]:
             if rows.key in budget.keys or self._rows.has(rows.key):
                 continue
+            if budget.has_others and self._rows.begin(rows):
+                self._count(prompt, rows, reused=False)
+                return max(start, rows.position)
             if plan.n_rows and budget.keys and rows.n_pixels > budget.left:
                 return max(start, rows.position)
             budget.keys.add(rows.key)

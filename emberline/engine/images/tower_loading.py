@@ -18,13 +18,14 @@ from emberline.weights.model_config import BadCheckpoint
 from emberline.weights.vision_config import TowerConfig
 
 CPU_ROW_BYTES, GPU_ROW_BYTES = 256 << 20, 1 << 30  # of the cache
+TYPICAL_SIDE = 1024  # pixels of a tile by which a tower is timed
 WHOLE_IMAGES = frozenset({"siglip"})  # families whose image tokens see all tokens of their image
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Images:
-    """Image settings of a model that the parts of an engine need."""
+    """What the parts of an engine need of a model's images."""
 
     processor: ImageProcessor
     rows: ImageRows  # of the runner
@@ -56,7 +57,9 @@ def open_images(config: TowerConfig, args: argparse.Namespace, model: Any, devic
         raise BadCheckpoint(f"the checkpoint's vision tower does not belong to its language model: {message}")
     threads = 0 if on_gpu else args.threads or max(1, len(os.sched_getaffinity(0)) // group.size)
     row_bytes, largest = GPU_ROW_BYTES if on_gpu else CPU_ROW_BYTES, processor.largest_tile
-    cache = RowCache(tower, processor.n_rows, row_bytes, device, threads, largest, group)
+    side = min(largest[0], TYPICAL_SIDE // processor.cell * processor.cell)
+    typical = (side, side) if on_gpu and shard.layout.n_ranks == 1 else None
+    cache = RowCache(tower, processor.n_rows, row_bytes, device, threads, largest, group, typical)
     rows = ImageRows(cache, processor, whole, mrope)
     pixels = GPU_STEP_PIXELS if on_gpu else CPU_STEP_PIXELS
     _log.info("images are encoded by a tower of %.2f GiB", tower.n_bytes / (1 << 30))
@@ -77,8 +80,6 @@ def _refusal(args: argparse.Namespace, model: Any, config: TowerConfig) -> str |
         return f"rows are added behind {len(config.deepstack)} layers, and the first stage has {first_stage}"
     if processor.family not in WHOLE_IMAGES:
         return None
-    if model.backend == "triton":
-        return "the GPU kernels' attention cannot look ahead inside an image, as this model's does"
     n_rows = processor.n_rows((processor.tile, processor.tile))
     if n_rows + args.max_running > args.token_budget:
         return f"a step computes an image's {n_rows} tokens together: --token-budget is too small beside --max-running"

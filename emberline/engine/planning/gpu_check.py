@@ -30,7 +30,7 @@ REPEATS = 5
 
 
 class GpuFinding(msgspec.Struct, frozen=True):
-    """Finding of one check."""
+    """What one check has found."""
 
     name: str
     status: Literal["ok", "warn", "fail"]

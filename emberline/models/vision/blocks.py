@@ -7,8 +7,9 @@ In a rank group each rank has some heads and some of each MLP's width, as in the
 ranks add up to the layer's.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
@@ -55,7 +56,11 @@ class DividedMLP(NamedTuple):
     group: Collectives
 
     def __call__(self, x: Tensor) -> Tensor:
-        inner = activate(self.activation, (self.gate or self.up)(x))
+        if x.is_cuda and self.activation == "gelu_tanh" and self.gate is None and self.up.bias is not None:
+            # cuBLAS applies the activation before it writes.
+            inner = torch._addmm_activation(self.up.bias, x, self.up.weight.T, use_gelu=True)
+        else:
+            inner = activate(self.activation, (self.gate or self.up)(x))
         return total(self.down(inner * self.up(x) if self.gate is not None else inner), self.group)
 
 
@@ -190,9 +195,9 @@ class Patches:
         """The patches of a tile, in the order of squares."""
         rows, columns = self.grid(tile)
         patch, merge = self._patch, self._merge
-        pixels = tile.to(self._device).float().sub_(self._mean).mul_(self._scale).to(self._dtype)
+        pixels = (tile.to(self._device).float() - self._mean) * self._scale
         squares = pixels.view(rows // merge, merge, patch, columns // merge, merge, patch, 3)
-        return squares.permute(0, 3, 1, 4, 2, 5, 6).reshape(rows * columns, -1)
+        return squares.permute(0, 3, 1, 4, 2, 5, 6).reshape(rows * columns, -1).to(self._dtype)
 
 
 def square_order(grid: Grid, merge: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
@@ -270,24 +275,12 @@ class Block:
         """The block with another matrix for q, k and v."""
         return replace(self, qkv=qkv)
 
-    def __call__(self, x: Tensor, runs: Sequence["Run"], rotation: Rotation | None) -> Tensor:  # [patches, width]
-        x = x + total(self.out(self._attend(self.qkv(self.norm(x)), runs, rotation)), self.group)
+    def __call__(self, x: Tensor, attend: "Attend", runs: Sequence["Run"], rotation: Rotation | None) -> Tensor:
+        qkv = self.qkv(self.norm(x))
+        n_heads = qkv.shape[1] // (3 * self.head_dim)  # none on a rank of a group with more ranks than heads
+        qkv = qkv.view(len(x), 3, n_heads, self.head_dim)
+        x = x + total(self.out(attend(qkv, runs if n_heads else (), rotation).flatten(1)), self.group)
         return x.add_(self.mlp(self.mlp_norm(x)))
-
-    def _attend(self, qkv: Tensor, runs: Sequence["Run"], rotation: Rotation | None) -> Tensor:
-        dim = self.head_dim
-        heads = qkv.shape[1] // (3 * dim)  # none on a rank of a group with more ranks than heads
-        parts = qkv.view(len(qkv), 3, heads, dim)
-        v = parts[:, 2]
-        q, k = (parts[:, :2] if rotation is None else rotation(parts[:, :2])).unbind(1)
-        out = torch.empty_like(v, memory_format=torch.contiguous_format)
-        for start, stop, n_tiles in runs if heads else ():
-            queries, keys, values = (
-                x[start:stop].view(n_tiles, (stop - start) // n_tiles, heads, dim).transpose(1, 2) for x in (q, k, v)
-            )
-            attended = F.scaled_dot_product_attention(queries, keys, values)  # [tiles, heads, patches, dim]
-            out[start:stop] = attended.transpose(1, 2).flatten(0, 1)
-        return out.flatten(1)
 
 
 class Run(NamedTuple):
@@ -310,6 +303,42 @@ def runs_of(grids: Sequence[Grid]) -> list[Run]:
             runs.append(Run(at, at + n, 1))
         at, n_last = at + n, n
     return runs
+
+
+Attend = Callable[[Tensor, Sequence[Run], Rotation | None], Tensor]
+
+
+def attend(qkv: Tensor, runs: Sequence[Run], rotation: Rotation | None) -> Tensor:  # [patches, heads, head_dim]
+    """Rotate q and k of qkv [patches, 3, heads, head_dim], and attend within each tile."""
+    v = qkv[:, 2]
+    q, k = (qkv[:, :2] if rotation is None else rotation(qkv[:, :2])).unbind(1)
+    out = torch.empty_like(v, memory_format=torch.contiguous_format)
+    for start, stop, n_tiles in runs:
+        queries, keys, values = (x[start:stop].view(n_tiles, -1, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
+        attended = F.scaled_dot_product_attention(queries, keys, values)  # [tiles, heads, patches, dim]
+        out[start:stop] = attended.transpose(1, 2).flatten(0, 1)
+    return out
+
+
+def attend_by_kernels(qkv: Tensor, runs: Sequence[Run], rotation: Rotation | None) -> Tensor:
+    """Do the same on a CUDA device. Overwrites q and k."""
+    from emberline.kernels.gpu import tower_attention
+
+    if rotation is not None and runs:
+        tower_attention.rotate_queries_and_keys(qkv, rotation.cos, rotation.sin)
+    out = torch.empty_like(qkv[:, 2], memory_format=torch.contiguous_format)
+    for start, stop, n_tiles in runs:
+        tower_attention.attend_tiles(qkv, out, start, (stop - start) // n_tiles, n_tiles)
+    return out
+
+
+def attention_of(config: TowerConfig, device: torch.device | str, dtype: torch.dtype) -> Attend:
+    """Choose how a tower attends: with the Triton kernels where they have its heads, otherwise with torch."""
+    if torch.device(device).type != "cuda" or dtype is not torch.bfloat16 or find_spec("triton") is None:
+        return attend
+    from emberline.kernels.gpu.tower_attention import supports
+
+    return attend_by_kernels if supports(config.head_dim) else attend
 
 
 def activate(name: str, x: Tensor) -> Tensor:

@@ -2,25 +2,42 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from emberline.models.vision.blocks import Block, Grid, Linear, Patches, Rotation, TowerWeights, runs_of, total
+from emberline.models.vision.blocks import (
+    Block,
+    Grid,
+    Linear,
+    Patches,
+    Rotation,
+    TowerWeights,
+    attention_of,
+    runs_of,
+    total,
+)
+from emberline.models.vision.tower import Encoding, finish
+from emberline.protocol.images import Size
 from emberline.weights.vision_config import TowerConfig
 
 MAX_PASS_PATCHES = 16_384  # a larger tile has a pass of its own
 
 
 class TowerEncoder(ABC):
-    """A tower. Families say how patches are embedded and placed, and how rows are projected."""
+    """A tower. Families say how patches are placed, and how rows are projected."""
+
+    fused: ClassVar[bool] = False  # one matrix of the checkpoint makes q, k and v
+    plain: ClassVar[bool] = False  # RMSNorm, gated MLPs, and no biases
 
     def __init__(self, config: TowerConfig, weights: TowerWeights, deterministic: bool = False) -> None:
         """Reads the weights. `deterministic`: a tile's rows are the same bits whatever it is encoded with."""
         self.config, self.deterministic = config, deterministic
         self._device, self._group = weights.device, weights.group
         self._patches = Patches(config, weights.device, weights.dtype)
-        self._embed, self._blocks = self.read_encoder(weights)
+        self._attend = attention_of(config, weights.device, weights.dtype)
+        self._embed, self._blocks = self.read_embedding(weights), self.read_blocks(weights)
         self.read_projector(weights)
         weights.check_all_taken()
         self._n_bytes, self._dtype = weights.n_bytes, weights.dtype
@@ -48,7 +65,24 @@ class TowerEncoder(ABC):
         """
         if not tiles:
             return torch.empty(0, self.hidden * (1 + self.n_deepstack), dtype=self._dtype, device=self._device)
-        return torch.cat([self._pass(part) for part in self._passes(tiles)])
+        return torch.cat([finish(self._pass(part)) for part in self._passes(tiles)])
+
+    @torch.inference_mode()
+    def pieces(self, tile: Tensor) -> Encoding:  # uint8 [height, width, 3]
+        """Encode one tile in pieces. Yields the floating-point operations of each, once it is queued; returns the
+        tile's rows."""
+        return (yield from self._pass([tile]))
+
+    def operations(self, tile: Size) -> float:
+        """Floating-point operations of the blocks for a tile."""
+        patch = self.config.processor.patch
+        return self.config.n_layers * self._block_operations([(tile[1] // patch, tile[0] // patch)])
+
+    def _block_operations(self, grids: Sequence[Grid]) -> float:
+        """Floating-point operations of one block for tiles of these grids."""
+        width, mlp = self.config.width, self.config.mlp_size * (3 if self._blocks[0].mlp.gate is not None else 2)
+        counts = [rows * columns for rows, columns in grids]
+        return sum(2.0 * n * width * (4 * width + mlp) + 4.0 * n * n * width for n in counts)
 
     def _passes(self, tiles: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         """Divide tiles into passes: of one tile each if deterministic, else up to MAX_PASS_PATCHES."""
@@ -63,7 +97,7 @@ class TowerEncoder(ABC):
             n_patches += rows * columns
         yield part
 
-    def _pass(self, tiles: Sequence[Tensor]) -> Tensor:
+    def _pass(self, tiles: Sequence[Tensor]) -> Encoding:
         grids = [self._patches.grid(tile) for tile in tiles]
         if self._group.rank:
             n_patches = sum(rows * columns for rows, columns in grids)
@@ -71,17 +105,23 @@ class TowerEncoder(ABC):
         else:
             x = self.place(self._embed(torch.cat([self._patches.cut(tile) for tile in tiles])), grids)
         x = total(x, self._group)  # rank 0 alone has the pixels
-        rotation, runs = self.rotation(grids), runs_of(grids)
+        rotation, runs, operations = self.rotation(grids), runs_of(grids), self._block_operations(grids)
         outputs: list[Tensor] = []
         for number, block in enumerate(self._blocks):
-            x = block(x, runs, rotation)
+            x = block(x, self._attend, runs, rotation)
             if number in self.config.deepstack:
                 outputs.append(self.deepstack(x, len(outputs)))
+            yield operations
         return torch.cat([self.project(x), *outputs], -1)
 
-    @abstractmethod
-    def read_encoder(self, weights: TowerWeights) -> tuple[Linear, list[Block]]:
-        """Read the patch embedding and the blocks."""
+    def read_embedding(self, weights: TowerWeights) -> Linear:
+        """Read the embedding of patches."""
+        return weights.patches(self.config, bias=not self.plain)
+
+    def read_blocks(self, weights: TowerWeights) -> list[Block]:
+        """Read the blocks."""
+        numbers = range(self.config.n_layers)
+        return [Block.read(weights, number, self.config, fused=self.fused, plain=self.plain) for number in numbers]
 
     @abstractmethod
     def read_projector(self, weights: TowerWeights) -> None:
@@ -108,5 +148,5 @@ def encoding_bytes(config: TowerConfig, dtype: torch.dtype, n_ranks: int = 1) ->
     """Bytes of the activations that are alive together while the largest tile is encoded, on a rank of a group."""
     width, height = config.processor.largest_tile
     whole, heads, mlp = config.width, -(-config.width // n_ranks), -(-config.mlp_size // n_ranks)
-    numbers = max(3 * whole + 2 * mlp, whole + 7 * heads) + 2 * config.head_dim  # of a patch, with its angles
+    numbers = max(3 * whole + mlp, 2 * whole + 2 * mlp, whole + 7 * heads)  # of a patch
     return width * height // config.processor.patch**2 * numbers * dtype.itemsize

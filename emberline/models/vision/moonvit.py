@@ -7,24 +7,25 @@ from torch import Tensor
 
 from emberline.models.vision.blocks import Block, Grid, Linear, Rotation, TowerWeights, frequencies
 from emberline.models.vision.encoder import TowerEncoder
-from emberline.models.vision.grid_positions import add_positions, axis_angles
+from emberline.models.vision.grid_positions import axis_angles, resized_positions
 
 
 class MoonViTTower(TowerEncoder):
-    def read_encoder(self, weights: TowerWeights) -> tuple[Linear, list[Block]]:
-        """Read the patch embedding and the blocks, whose rows of q and k are reordered to halves."""
+    fused = True
+
+    def read_blocks(self, weights: TowerWeights) -> list[Block]:
+        """Read the blocks, whose rows of q and k are reordered to halves."""
         config = self.config
         own = weights.share(config.width, config.head_dim)
         plain = torch.arange(own.stop - own.start)
         halves = plain.view(-1, config.head_dim // 2, 2).transpose(1, 2).reshape(-1)
         order = torch.cat((halves, halves + len(plain), plain + 2 * len(plain))).to(weights.device)
         blocks = []
-        for number in range(config.n_layers):
-            block = Block.read(weights, number, config, fused=True)
+        for block in super().read_blocks(weights):
             weight, bias = block.qkv
             assert bias is not None
             blocks.append(block.with_qkv(Linear(weight[order], bias[order])))
-        return weights.patches(config), blocks
+        return blocks
 
     def read_projector(self, weights: TowerWeights) -> None:
         """Read learned positions, both norms, and the projector's two linear layers."""
@@ -38,7 +39,7 @@ class MoonViTTower(TowerEncoder):
     def place(self, x: Tensor, grids: Sequence[Grid]) -> Tensor:  # [patches, width]
         """Add the learned positions, resized bicubically."""
         merge = self.config.processor.merge
-        return add_positions(x, self._positions, grids, merge, "bicubic", align_corners=False)
+        return x + resized_positions(self._positions, grids, merge, "bicubic", align_corners=False).to(x.dtype)
 
     def rotation(self, grids: Sequence[Grid]) -> Rotation:
         """Angles alternate: a pair turns with the column, the next one with the row."""

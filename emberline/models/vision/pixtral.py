@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from emberline.models.vision.blocks import (
-    Block,
     Grid,
     Linear,
     Rotation,
@@ -18,10 +17,7 @@ from emberline.models.vision.grid_positions import axis_angles
 
 
 class PixtralTower(TowerEncoder):
-    def read_encoder(self, weights: TowerWeights) -> tuple[Linear, list[Block]]:
-        """Read the patch embedding and the blocks."""
-        blocks = [Block.read(weights, number, self.config, plain=True) for number in range(self.config.n_layers)]
-        return weights.patches(self.config, bias=False), blocks
+    plain = True
 
     def read_projector(self, weights: TowerWeights) -> None:
         """Read the norms, the merging matrix, whose columns are reordered to whole patches, and two linear layers."""

@@ -5,14 +5,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from emberline.models.vision.blocks import Block, DividedMLP, Grid, Linear, Norm, Rotation, TowerWeights, frequencies
+from emberline.models.vision.blocks import DividedMLP, Grid, Linear, Norm, Rotation, TowerWeights, frequencies
 from emberline.models.vision.encoder import TowerEncoder
-from emberline.models.vision.grid_positions import add_positions, axis_angles
+from emberline.models.vision.grid_positions import axis_angles, resized_positions
 
 
 class Qwen3VLTower(TowerEncoder):
-    def read_encoder(self, weights: TowerWeights) -> tuple[Linear, list[Block]]:
-        """Read the blocks, and the patch embedding, whose two frames are summed: an image is a frame twice."""
+    fused = True
+
+    def read_embedding(self, weights: TowerWeights) -> Linear:
+        """Read the embedding of patches, whose two frames are summed: an image is a frame twice."""
         config, patch = self.config, self.config.processor.patch
         if weights.has("v.patch_embd.weight.1"):  # llama.cpp has a tensor for each frame
             names, shape = ("v.patch_embd.weight", "v.patch_embd.weight.1"), (config.width, 3, patch, patch)
@@ -21,8 +23,7 @@ class Qwen3VLTower(TowerEncoder):
         else:
             both = weights.take("v.patch_embd.weight", config.width, 3, 2, patch, patch, dtype=torch.float32).sum(2)
         rows = both.permute(0, 2, 3, 1).reshape(config.width, -1).to(weights.dtype).contiguous()
-        blocks = [Block.read(weights, number, config, fused=True) for number in range(config.n_layers)]
-        return Linear(rows, weights.take("v.patch_embd.bias", config.width)), blocks
+        return Linear(rows, weights.take("v.patch_embd.bias", config.width))
 
     def read_projector(self, weights: TowerWeights) -> None:
         """Read learned positions, the merger, and a merger for each deepstack output."""
@@ -43,7 +44,7 @@ class Qwen3VLTower(TowerEncoder):
     def place(self, x: Tensor, grids: Sequence[Grid]) -> Tensor:  # [patches, width]
         """Add the learned positions, resized bilinearly between the corners."""
         merge = self.config.processor.merge
-        return add_positions(x, self._positions, grids, merge, "bilinear", align_corners=True)
+        return x + resized_positions(self._positions, grids, merge, "bilinear", align_corners=True).to(x.dtype)
 
     def rotation(self, grids: Sequence[Grid]) -> Rotation:
         """The first half of the angles turns with the row, the second with the column."""

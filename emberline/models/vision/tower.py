@@ -1,9 +1,13 @@
 """A vision tower: tiles of images in, rows for the language model's embeddings out."""
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import Protocol
 
 from torch import Tensor
+
+from emberline.protocol.images import Size
+
+Encoding = Generator[float, None, Tensor]  # floating-point operations of each piece that was queued, and the rows
 
 
 class VisionTower(Protocol):
@@ -30,3 +34,22 @@ class VisionTower(Protocol):
         layer 0, and so on.
         """
         ...
+
+    def pieces(self, tile: Tensor) -> Encoding:  # uint8 [height, width, 3]
+        """Encode one tile in pieces. Yields the floating-point operations of each, once it is queued; returns the
+        tile's rows."""
+        ...
+
+    def operations(self, tile: Size) -> float:
+        """Floating-point operations of all pieces of a tile."""
+        ...
+
+
+def finish(encoding: Encoding) -> Tensor:
+    """Run all pieces that are left of an encoding. Returns its rows."""
+    while True:
+        try:
+            next(encoding)
+        except StopIteration as end:
+            rows: Tensor = end.value
+            return rows

@@ -9,13 +9,17 @@ import torch
 
 from emberline.engine.core.limits import Limits
 from emberline.engine.core.step_loop import StepLoop
-from emberline.engine.images.tower_loading import open_images
+from emberline.engine.images.prompt_images import PromptImages
+from emberline.engine.images.row_cache import RowCache
+from emberline.engine.images.step_images import ImageRows
+from emberline.engine.images.tower_loading import Images, open_images
 from emberline.engine.runners.cpu.torch_runner import TorchRunner
 from emberline.engine.runners.gpu.runner import GpuRunner
 from emberline.engine.worker.build import build_scheduler
 from emberline.kernels import draft_chain
 from emberline.kv.cache import KVCache
 from emberline.models.registry import load_model
+from emberline.models.vision.loading import load_tower
 from emberline.protocol.frames import EngineLoad
 from emberline.protocol.images import ImageProcessor, PromptImage
 from emberline.protocol.request import EngineRequest, SamplingParams
@@ -83,17 +87,22 @@ class Prompt:
     def expected(self, model: Any, n: int = 6) -> list[int]:
         """The greedy reply of transformers, which computes everything again for every token. `logprobs` has its
         log-probabilities then."""
-        ids, pixels, self.logprobs = list(self.ids), self._pixels(), []
+        ids, self.logprobs = list(self.ids), []
         for _ in range(n):
-            is_image = torch.tensor([[token_id == self.token_id for token_id in ids]]).long()
-            more = {"qwen3_vl": {"mm_token_type_ids": is_image}, "gemma3": {"token_type_ids": is_image}}
-            with torch.inference_mode():
-                out = model(input_ids=torch.tensor([ids]), **pixels, **more.get(self.family, {}))
-                logits = out.logits[0, -1].clone()
-                logits[self.token_id] = -torch.inf
-            ids.append(int(logits.argmax()))
-            self.logprobs.append(float(out.logits[0, -1].log_softmax(-1)[ids[-1]]))
+            logits = self.logits(model, ids)[-1]
+            allowed = logits.clone()
+            allowed[self.token_id] = -torch.inf
+            ids.append(int(allowed.argmax()))
+            self.logprobs.append(float(logits.log_softmax(-1)[ids[-1]]))
         return ids[len(self.ids) :]
+
+    def logits(self, model: Any, ids: list[int]) -> torch.Tensor:  # float32 [tokens, vocab]
+        """The logits of transformers after each of the tokens, which begin with the prompt's."""
+        is_image = torch.tensor([[token_id == self.token_id for token_id in ids]]).long()
+        more = {"qwen3_vl": {"mm_token_type_ids": is_image}, "gemma3": {"token_type_ids": is_image}}
+        with torch.inference_mode():
+            out = model(input_ids=torch.tensor([ids]), **self._pixels(), **more.get(self.family, {}))
+        return out.logits[0].float()  # type: ignore[no-any-return]
 
     def _pixels(self) -> dict[str, torch.Tensor]:
         """The images as transformers wants them."""
@@ -139,6 +148,14 @@ class ChainKernels(HostKernels):
         draft_chain.draw_drafts(logits, table.rows.__getitem__, target_ids, TEXT["vocab_size"], step, drafts, to)
 
 
+def in_pieces(images: Images, folder: Path) -> Images:
+    """The same, encoding piece by piece beside sequences that decode."""
+    tower, processor = load_tower(folder, device="cpu", dtype=torch.float32), images.processor
+    assert tower is not None
+    cache = RowCache(tower, processor.n_rows, 1 << 20, typical=(32, 32))
+    return Images(processor, ImageRows(cache, processor, mrope=images.rows.mrope), PromptImages(processor, cache))
+
+
 class SmallEngine:
     """A model of a folder with its tower, on one of the runners."""
 
@@ -150,8 +167,9 @@ class SmallEngine:
         n_blocks: int = 40,
         head: Any = None,
         speculation: Any = None,
+        pieces: bool = False,
     ) -> None:
-        """head: a draft model for a GpuRunner."""
+        """head: a draft model for a GpuRunner. pieces: a step beside others encodes one block of the tower."""
         model = load_model(open_checkpoint(folder), "cpu", threads=1)
         self.backend = model.backend
         args = Namespace(
@@ -167,6 +185,8 @@ class SmallEngine:
         assert config is not None
         images = open_images(config, args, model, "cpu")
         assert images is not None
+        if pieces:
+            images = in_pieces(images, folder)
         limits = Limits(16 * (n_blocks - 1), TEXT["vocab_size"], (), args.max_running, token_budget)
         groups = (*model.kv_groups, *(() if head is None else head.kv_groups))
         sizes = [n_blocks] * len(groups)

@@ -11,6 +11,7 @@ from emberline.engine.runners.gpu.runner import GpuRunner
 from emberline.models.draft_model import DraftModel
 from emberline.models.registry import load_model
 from emberline.protocol.errors import BadInput
+from emberline.protocol.token_ids import unpack
 from emberline.weights.checkpoint import open_checkpoint
 from tests.engine.images.small_engine import Prompt, SmallEngine
 from tests.engine.runners.gpu.test_draft_model_chain import Drafting
@@ -42,7 +43,7 @@ def test_replies_equal_transformers(model: tuple[Path, Any], family: str) -> Non
     folder, reference = model
     prompts = [Prompt(folder, family, images, seed) for seed, images in enumerate(([0], [1, 2], [0, 1, 2]))]
     expected = [prompt.expected(reference) for prompt in prompts]
-    for runner in (TorchRunner,) if family == "gemma3" else (TorchRunner, GpuRunner):
+    for runner in (TorchRunner, GpuRunner):
         engine = SmallEngine(folder, runner)
         assert engine.replies(*(prompt.request(f"r{n}") for n, prompt in enumerate(prompts))) == expected
         for found, prompt in zip(engine.logprobs.values(), prompts, strict=True):
@@ -67,8 +68,6 @@ def test_an_engine_lets_go_of_the_pixels(model: tuple[Path, Any], family: str, r
 def test_chunks_and_cached_prefixes_that_end_inside_an_image(
     model: tuple[Path, Any], family: str, runner: type[Any]
 ) -> None:
-    if family == "gemma3" and runner is GpuRunner:
-        return  # refused: see test_tower_loading
     folder, _ = model
     prompt = Prompt(folder, family, [0, 2], seed=5)
     inside = prompt.images[1]
@@ -113,6 +112,45 @@ def test_a_returning_conversation_encodes_nothing(model: tuple[Path, Any], famil
     engine.loop.purge(None, b"")  # the KV is forgotten, the rows are not
     assert engine.replies(prompt.request("turn-3")) == [prompt.expected(reference)]
     assert (engine.load.image_tiles_encoded, engine.load.image_tiles_reused) == (3, 6)
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl"])
+def test_images_are_encoded_in_pieces_beside_a_reply(model: tuple[Path, Any], family: str) -> None:
+    """Each step has one block of the tower, and the sequence that decodes has a token in each."""
+    folder, reference = model
+    engine = SmallEngine(folder, GpuRunner, pieces=True)
+    first, second, same = Prompt(folder, family, [0], seed=1), Prompt(folder, family, [1, 2], seed=2), []
+    engine.loop.submit(first.request("first", 20), 0.0)
+    found: dict[str, list[int]] = {"first": [], "second": [], "third": []}
+    n_before = 0  # tokens of the first reply before any of the others
+    while engine.loop.busy:
+        for delta in engine.loop.step(0.0):
+            found[delta.id] += unpack(delta.token_ids)
+        if len(found["first"]) == 2 and not same:
+            same = [first, second]
+            engine.loop.submit(second.request("second"), 0.0)
+            engine.loop.submit(first.request("third"), 0.0)  # its image is cached
+        if not found["second"]:
+            n_before = len(found["first"])
+    assert found["first"] == first.expected(reference, 20)
+    assert (found["second"], found["third"]) == (second.expected(reference), first.expected(reference))
+    assert n_before >= 2 + 2 * 4  # two tiles of four blocks
+    assert (engine.load.image_tiles_encoded, engine.load.image_tiles_reused) == (3, 1)
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl"])
+def test_what_was_begun_is_finished_when_nothing_decodes(model: tuple[Path, Any], family: str) -> None:
+    folder, reference = model
+    engine = SmallEngine(folder, GpuRunner, pieces=True)
+    first, second = Prompt(folder, family, [0], seed=1), Prompt(folder, family, [2], seed=2)
+    engine.loop.submit(first.request("first", 3), 0.0)
+    engine.loop.step(0.0)
+    engine.loop.submit(second.request("second"), 0.0)
+    found: list[int] = []
+    while engine.loop.busy:
+        found += [id for delta in engine.loop.step(0.0) if delta.id == "second" for id in unpack(delta.token_ids)]
+    assert found == second.expected(reference)
+    assert engine.load.image_tiles_encoded == 2
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl"])

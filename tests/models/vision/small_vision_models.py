@@ -110,13 +110,15 @@ _PREPROCESSOR = {"idefics3": {"max_image_size": {"longest_edge": 32}, "size": {"
 _PREPROCESSOR["smolvlm"] = _PREPROCESSOR["idefics3"]
 
 
-def save_vision_model(folder: Path, family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
-    """Save a random model of the family, and return it."""
+def save_vision_model(
+    folder: Path, family: str, dtype: torch.dtype = torch.float32, std: float = 0.15, **changes: Any
+) -> Any:
+    """Save a random model of the family, and return it. std: of its weights."""
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(family, **(MODELS[family] | changes))
     model = transformers.AutoModelForImageTextToText.from_config(config).to(dtype).eval()
     for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.15)
+        torch.nn.init.normal_(parameter, std=std)
     model.save_pretrained(folder)
     if family == "kimi_k25":
         _restore_published_names(folder / "model.safetensors")

@@ -288,6 +288,8 @@ class GpuRunner:
     def _launch(self, plan: StepPlan) -> _Launched:
         outputs = self._outputs[self._n_launched % len(self._outputs)]
         self._n_launched += 1
+        if self._images is not None:
+            self._images.advance()
         outputs.began.record()
         slots = self._slots
         for admission in plan.admissions:
@@ -372,7 +374,7 @@ class GpuRunner:
             self._unobserved = None
 
     def wait(self) -> None:
-        """Wait until the device has done all that was launched. Raises DeviceLost if it cannot."""
+        """Until the device has done all that was launched; raises DeviceLost if it cannot."""
         done = device_event(self._device)
         done.record()
         done.wait()
@@ -400,6 +402,8 @@ class GpuRunner:
             return
         if (seconds := outputs.done.seconds_since(outputs.began)) is not None:
             self._prefill.observe(work, seconds)
+            if self._images is not None and not work.n_tokens:
+                self._images.observe(seconds)
 
     def read_drafts(self, launched: _Launched) -> list[bytes]:
         """Once the step was read."""
@@ -463,7 +467,7 @@ class GpuRunner:
         self._sample(logits, to.slots[:n_rows], to.context_lens[:n_rows], guided)
 
     def _find_shared(self, batch: StepBatch) -> bool:
-        """True if decode rows share a prefix worth cascade attention. Searched again only when other rows decode."""
+        """Whether decode rows share a prefix worth cascade attention; searched again only when other rows decode."""
         if not self._block_bytes or batch.n_decodes < MIN_SHARING:
             return False
         slots = batch.packet[0].tolist()
