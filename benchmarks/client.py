@@ -30,6 +30,7 @@ class Reply:
     cached_tokens: int
     output_tokens: int
     n_events: int
+    event_at: list[float] = field(default_factory=list)  # when each text arrived
 
     @property
     def ttft_s(self) -> float:
@@ -139,6 +140,7 @@ def _reply(sent_at: float, arrivals: list[tuple[float, bytes]], body_at: int, pi
     clock = _Clock(arrivals)
     texts: list[str] = []
     first_at = last_at = 0.0
+    event_at: list[float] = []
     finish: str | None = None
     usage: dict[str, Any] = {}
     n_events = 0
@@ -156,6 +158,7 @@ def _reply(sent_at: float, arrivals: list[tuple[float, bytes]], body_at: int, pi
             last_at = clock.at(body_at + end)
             first_at = first_at or last_at
             n_events += 1
+            event_at.append(last_at)
         texts.append(words)
         finish = reason or finish
     if not n_events or not (ended or finish):
@@ -171,6 +174,7 @@ def _reply(sent_at: float, arrivals: list[tuple[float, bytes]], body_at: int, pi
         cached_tokens=int(details.get("cached_tokens") or 0),
         output_tokens=int(usage.get("completion_tokens", 0)),
         n_events=n_events,
+        event_at=event_at,
     )
 
 

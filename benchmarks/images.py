@@ -4,7 +4,8 @@ It starts `emberline serve MODEL` (a folder or a name). With `--peer PORT=NAME` 
 
 - Time to the first token of a prompt with 8 distinct images, new each time, and of the same prompt again. The engine's
   counter tells how many images its tower computed (target: 0 when they are repeated).
-- Inter-token latency of text streams, alone and while so many images a second arrive (target: p99 at most 1.5 times).
+- Inter-token latency of text streams: alone, while so many images a second arrive (target: p99 at most 1.5 times), and
+  while prompts of text arrive that are as long.
 """
 
 import argparse
@@ -16,8 +17,9 @@ import re
 import sys
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from io import BytesIO
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -86,46 +88,67 @@ async def first_tokens(port: int, model: str, side: int, n_images: int, repeats:
     }
 
 
-async def token_latency(port: int, model: str, side: int, n_streams: int, per_s: float, tokens: int) -> Json:
-    """Mean time between two tokens of each stream, in milliseconds: the median and the 99th percentile of all."""
+async def token_latency(
+    port: int, model: str, n_streams: int, tokens: int, per_s: float = 0.0, arrival: Callable[[], Json] | None = None
+) -> Json:
+    """Latency between tokens of text streams, in milliseconds. itl: the mean of each stream, its median and 99th
+    percentile over all streams. gap: between two events of a stream, over all gaps of all streams. arrival: makes the
+    requests of which so many a second arrive meanwhile."""
     rng = random.Random(7)
     ended = asyncio.Event()
-    n_sent = 0
+    arrived: list[Reply] = []
 
-    async def arrive() -> None:
-        nonlocal n_sent
+    async def arrive(make: Callable[[], Json]) -> None:
         tasks: list[asyncio.Task[Reply]] = []
         while not ended.is_set():
-            url = image_url(side, rng)
-            tasks.append(asyncio.create_task(stream(port, PATH, body(model, [url], "What is it?", 2))))
-            n_sent += 1
+            tasks.append(asyncio.create_task(stream(port, PATH, make())))
             try:
                 await asyncio.wait_for(ended.wait(), 1 / per_s)
             except TimeoutError:
                 continue
-        await asyncio.gather(*tasks)
+        arrived.extend(await asyncio.gather(*tasks))
 
-    arriving = asyncio.create_task(arrive()) if per_s else None
+    arriving = asyncio.create_task(arrive(arrival)) if arrival is not None else None
     prompts = [f"Tell a long story about the number {rng.randrange(10**9)}." for _ in range(n_streams)]
     asked = [body(model, [], prompt, tokens) | {"ignore_eos": True} for prompt in prompts]
     replies = await asyncio.gather(*(stream(port, PATH, one) for one in asked))
     ended.set()
     if arriving is not None:
         await arriving
-    each = sorted(1e3 * reply.decode_s / max(1, reply.output_tokens - 1) for reply in replies)
+    each = [1e3 * reply.decode_s / max(1, reply.output_tokens - 1) for reply in replies]
+    gaps = [1e3 * (later - at) for reply in replies for at, later in pairwise(reply.event_at)]
     return {
-        "itl_ms": round(median(each), 2),
-        "itl_p99_ms": round(each[int(0.99 * (len(each) - 1))], 2),
-        "images": n_sent,
+        "itl_ms": _quantile(each, 0.5),
+        "itl_p99_ms": _quantile(each, 0.99),
+        "gap_p50_ms": _quantile(gaps, 0.5),
+        "gap_p99_ms": _quantile(gaps, 0.99),
+        "arrived": len(arrived),
+        "arrived_ttft_ms": _quantile([1e3 * reply.ttft_s for reply in arrived], 0.5),
     }
 
 
+def _quantile(values: Sequence[float], q: float) -> float:
+    return round(sorted(values)[int(q * (len(values) - 1))], 2) if values else 0.0
+
+
 async def measure(port: int, model: str, args: argparse.Namespace) -> Json:
-    found = await first_tokens(port, model, args.side, args.images, args.repeats, random.Random(args.seed))
-    alone = await token_latency(port, model, args.side, args.streams, 0, args.tokens)
-    beside = await token_latency(port, model, args.side, args.streams, args.per_s, args.tokens)
-    ratio = round(beside["itl_p99_ms"] / alone["itl_p99_ms"], 2)
-    return found | {"alone": alone, "beside": beside, "itl_p99_ratio": ratio}
+    rng = random.Random(args.seed)
+    found = await first_tokens(port, model, args.side, args.images, args.repeats, rng)
+    one = await stream(port, PATH, body(model, [image_url(args.side, rng)], "What is it?", 2))
+
+    def image() -> Json:
+        return body(model, [image_url(args.side, rng)], "What is it?", 2)
+
+    def text() -> Json:  # as many tokens, of which the tower computes none
+        words = " ".join(str(rng.randrange(10)) for _ in range(one.prompt_tokens // 2))
+        return body(model, [], words, 2)
+
+    await token_latency(port, model, args.streams, 8)
+    for name, arrival in (("alone", None), ("beside_images", image), ("beside_text", text)):
+        found[name] = await token_latency(port, model, args.streams, args.tokens, args.per_s, arrival)
+    found["itl_p99_ratio"] = round(found["beside_images"]["itl_p99_ms"] / found["alone"]["itl_p99_ms"], 2)
+    found["gap_p99_ratio"] = round(found["beside_images"]["gap_p99_ms"] / found["alone"]["gap_p99_ms"], 2)
+    return found
 
 
 def wait_ready(port: int, server: Process, limit_s: float = 600.0) -> None:
@@ -167,19 +190,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.peer:
         port_text, _, model = args.peer.partition("=")
         results["peer"] = asyncio.run(measure(int(port_text), model, args))
-    rows = [
-        [name, found["ttft_ms"], found["ttft_repeated_ms"], found["repeated_encoded"], found["itl_p99_ratio"]]
-        for name, found in results.items()
-    ]
-    head = [
-        "",
-        f"TTFT of {args.images} images, ms",
-        "the same again, ms",
-        "encoded again",
-        "ITL p99 with ÷ without",
-    ]
-    print(markdown(head, [[str(cell) for cell in row] for row in rows]))
+    print(table(results, args.images))
     print(json.dumps(results, indent=2))
+
+
+def table(results: dict[str, Json], n_images: int) -> str:
+    """The main figures of each server, as a table."""
+    head = ["", f"TTFT of {n_images} images, ms", "the same again, ms", "encoded again", "ITL p99 with ÷ without"]
+    keys = ("ttft_ms", "ttft_repeated_ms", "repeated_encoded", "itl_p99_ratio")
+    return markdown(head, [[name, *(str(found.get(key, "-")) for key in keys)] for name, found in results.items()])
 
 
 if __name__ == "__main__":

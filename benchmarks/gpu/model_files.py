@@ -84,14 +84,19 @@ def tensors(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 def write(folder: Path, config: dict[str, Any], device: str = "cuda") -> int:
     """Write config.json and one safetensors file of random bf16, unless present; returns the weights' bytes."""
-    import torch
-
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
-    path = folder / "model.safetensors"
+    return write_tensors(folder / "model.safetensors", tensors(config), device)
+
+
+def write_tensors(path: Path, shapes: dict[str, tuple[int, ...]], device: str = "cuda") -> int:
+    """Write a safetensors file of random bf16, unless present; returns its tensors' bytes. Vectors are about 1, but
+    for biases."""
+    import torch
+
     header: dict[str, Any] = {}
     offset = 0
-    for name, shape in tensors(config).items():
+    for name, shape in shapes.items():
         n_bytes = 2 * math.prod(shape)
         header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [offset, offset + n_bytes]}
         offset += n_bytes
@@ -102,9 +107,9 @@ def write(folder: Path, config: dict[str, Any], device: str = "cuda") -> int:
     generator = torch.Generator(device).manual_seed(0)
     with path.open("wb", buffering=0) as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for shape in tensors(config).values():
+        for name, shape in shapes.items():
             numbers = torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(0, 0.02, generator=generator)
-            if len(shape) == 1:
+            if len(shape) == 1 and not name.endswith("bias"):
                 numbers.add_(1)
             file.write(memoryview(numbers.cpu().view(torch.int16).numpy()).cast("B"))
     return offset

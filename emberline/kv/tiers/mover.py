@@ -30,7 +30,7 @@ class BlockMover(Protocol):
 
 class _Done:
     def wait(self) -> None:
-        """Return at once: the copy is done."""
+        """It is done."""
 
 
 class HostMover:

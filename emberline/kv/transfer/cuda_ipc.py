@@ -99,9 +99,7 @@ def probed_gpu(probe: bytes) -> str:
 
 
 class CudaIpcReceiveTransport:
-    """Receives by CUDA IPC. Its handles are the machine, then IPC handle and size of each pool.
-
-    `probe` lies behind the blocks of each pool."""
+    """Its handles: the machine, then IPC handle and size of each pool. `probe` lies behind the blocks of each."""
 
     name = CUDA_IPC
     linger_s = LINGER_S

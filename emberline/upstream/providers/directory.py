@@ -247,7 +247,7 @@ def _known_url(name: str) -> str:
 
 
 def remote_name(card: ModelCard) -> str:
-    """The provider's name of the model."""
+    """As the provider calls the model."""
     return card.id.partition("/")[2]
 
 
