@@ -9,10 +9,14 @@ from emberline.gateway.response_cache import CachedReply, request_digest
 from emberline.gateway.rules import GatewayRules
 from emberline.protocol.complete_response import Encoded
 from emberline.protocol.errors import EmberlineError
-from emberline.protocol.events import Completed, Started, TextEvent
-from emberline.protocol.request import EncodeRequest, GenerateRequest
+from emberline.protocol.events import Completed, Started, TextEvent, Usage
+from emberline.protocol.prediction import Prediction
+from emberline.protocol.request import EncodeRequest, GenerateRequest, PredictRequest
 from emberline.service.event_collector import events_of
 from emberline.service.work import Work
+
+_to_json = msgspec.json.Encoder().encode
+_to_prediction = msgspec.json.Decoder(Prediction).decode
 
 
 class CacheStage:
@@ -26,7 +30,7 @@ class CacheStage:
     async def begin(self, work: Work) -> None:
         """Answer the request from the cache, if the caller may use the model of the reply."""
         task, rules, log = work.task, self._rules, self._log
-        assert isinstance(task, GenerateRequest | EncodeRequest)
+        assert isinstance(task, GenerateRequest | EncodeRequest | PredictRequest)
         self._digest = self._key(task)
         found = await rules.owner.cache.get(rules.principal.account, self._digest)
         if found is not None and not self._may_use(found.model):
@@ -44,6 +48,7 @@ class CacheStage:
             reply = CachedReply(
                 answer=None if self._log.reply is None else self._log.reply.answer(completed.usage),
                 encoded=completed.result if isinstance(completed.result, Encoded) else None,
+                prediction=_to_json(completed.result) if isinstance(completed.result, Prediction) else b"",
                 model=row.model,
                 provider=row.provider,
                 expires_us=time.time_ns() // 1000 + rules.ttl_s * 1_000_000,
@@ -51,7 +56,7 @@ class CacheStage:
             rules.owner.cache.put(row.account, self._digest, reply)
         return error
 
-    def _key(self, request: GenerateRequest | EncodeRequest) -> str:
+    def _key(self, request: GenerateRequest | EncodeRequest | PredictRequest) -> str:
         """Make the key of the request's reply in the cache.
 
         The guardrails, routes and fallbacks of the gateway are part of the key, and the models that aliases stand for:
@@ -62,6 +67,8 @@ class CacheStage:
         judged = msgspec.json.encode(
             [settings.guardrails, judges, settings.routes, settings.fallbacks], order="deterministic"
         )
+        if isinstance(request, PredictRequest):  # another version of a predictor has the same id
+            models = [self._version(model) for model in self._log.plan.models]
         account, custom_key = rules.principal.account, rules.options.cache_key
         return request_digest(account, settings.name, models, request, custom_key, judged)
 
@@ -71,6 +78,13 @@ class CacheStage:
             return self._rules.card(model, self._log.plan.caller).id
         except EmberlineError:
             return model
+
+    def _version(self, model: str) -> str:
+        try:
+            card = self._rules.card(model, self._log.plan.caller)
+        except EmberlineError:
+            return model
+        return f"{card.id} {card.fingerprint}"
 
     def _may_use(self, model: str) -> bool:
         models, principal = self._rules.models, self._rules.principal
@@ -83,6 +97,8 @@ class CacheStage:
 
 def replay(reply: CachedReply) -> list[TextEvent]:
     """The events of a cached reply, which costs nothing."""
+    if reply.prediction:
+        return [Completed(Usage(), None, 0, _to_prediction(reply.prediction))]
     if reply.answer is None:
         assert reply.encoded is not None
         return [Completed(reply.encoded.usage, None, 0, reply.encoded)]

@@ -7,17 +7,19 @@ import msgspec
 
 from emberline.catalog.model_card import TEXT_CLASSIFICATION
 from emberline.gateway.gateway_errors import PromptBlocked, ResponseBlocked
-from emberline.gateway.guardrails import HeldReply, applicable, matches, prompt_text
+from emberline.gateway.guardrails import HeldReply, applicable, matches, prompt_text, strings
 from emberline.protocol.complete_response import Encoded
 from emberline.protocol.errors import EmberlineError, Unavailable, Unsupported
 from emberline.protocol.events import Completed, TextEvent
 from emberline.protocol.gateway import GatewaySettings, Guardrail
 from emberline.protocol.media import MediaRequest
+from emberline.protocol.prediction import Prediction, has_files
 from emberline.protocol.provider import OwnKey
 from emberline.protocol.request import (
     EncodeRequest,
     GenerateRequest,
     Message,
+    PredictRequest,
     Principal,
     SamplingParams,
     SpeechRequest,
@@ -66,6 +68,8 @@ class GuardStage:
             await self.check_texts((*task.texts, task.query or ""), is_text=not task.token_ids)
         elif isinstance(task, SpeechRequest):
             await self.check_texts((task.prompt,))
+        elif isinstance(task, PredictRequest):
+            await self._begin_prediction(work, task)
         else:
             assert isinstance(task, MediaRequest), "guardrails read what is sent, so nothing is relayed"
             await self.check_texts([value for value in task.fields.values() if isinstance(value, str)])
@@ -74,12 +78,28 @@ class GuardStage:
         """Return the error as it is."""
         return error
 
+    async def _begin_prediction(self, work: Work, task: PredictRequest) -> None:
+        """Check all texts of a prediction's input, and its whole output. Raises Unsupported for files in either."""
+        source = self._models.find(task.model, self._principal.account).predictor
+        fields = {} if source is None else source.input.get("properties", {})
+        texts = [*strings(task.input), *strings(task.context)]
+        given = [name for name in task.input if has_files(fields.get(name, {})) and task.input[name] is not None]
+        await self.check_texts(texts, is_text=not given and not any(text.startswith("data:") for text in texts))
+        if not self._reply_rules:
+            return
+        if source is not None and has_files(source.output):
+            raise Unsupported("a gateway with guardrails on replies takes models that return text, not files")
+        work.taps.append(partial(self._checked, HeldReply(whole=True)))
+
     async def _checked(self, held: HeldReply, event: TextEvent) -> list[TextEvent]:
         """Hold an event of the reply back, or let through what was held and is checked now. Raises ResponseBlocked."""
         is_last = isinstance(event, Completed)
         if not is_last and held.add(event) is None:
             return []
         await self.check_reply(held.text())
+        if isinstance(event, Completed) and isinstance(event.result, Prediction):
+            output = msgspec.json.decode(event.result.output)
+            await self.check_reply("\n".join([*strings(output), event.result.logs]))
         return [*held.take(), event] if is_last else held.take()
 
     async def check_prompt(self, request: GenerateRequest) -> None:

@@ -86,16 +86,16 @@ def prompt_text(request: GenerateRequest) -> str:
         texts += [message.name or "", message.reasoning or "", message.content]
         texts += [f"{call.name} {call.arguments}" for call in message.tool_calls]
         marks = (message.marks, *(part.marks for part in message.parts), *(call.marks for call in message.tool_calls))
-        texts += _strings(marks)  # providers read them, too
+        texts += strings(marks)  # providers read them, too
     for tool in request.tools:
-        texts += [tool.name, tool.description, *_strings(tool.parameters), *_strings(tool.marks)]
-    texts += _strings(request.template_kwargs)
+        texts += [tool.name, tool.description, *strings(tool.parameters), *strings(tool.marks)]
+    texts += strings(request.template_kwargs)
     if request.output is not None:
-        texts += _strings(request.output.value)
+        texts += strings(request.output.value)
     return "\n".join(filter(None, texts))
 
 
-def _strings(value: Any) -> list[str]:
+def strings(value: Any) -> list[str]:
     """All texts in decoded JSON, names of fields too."""
     found: list[str] = []
     waiting = [value]
@@ -151,10 +151,10 @@ class HeldReply:
         """Texts of a mark that no other event has; the thinking that a block signs came as reasoning."""
         blocks = event.thinking_blocks
         if not blocks:
-            return _strings(event.value)
+            return strings(event.value)
         n_before = self._n_blocks.get(event.index, 0)
         self._n_blocks[event.index] = len(blocks)
-        return _strings([(block.get("data"), block.get("signature")) for block in blocks[n_before:]])
+        return strings([(block.get("data"), block.get("signature")) for block in blocks[n_before:]])
 
     def text(self) -> str:
         """The held text, after the end of what was checked before, one choice after the other."""

@@ -7,14 +7,15 @@ import msgspec
 
 from emberline.accounts.usage_row import UsageRow
 from emberline.gateway.attempts import Attempts, final_error, tries_next
-from emberline.gateway.log import LogRow, shortened
+from emberline.gateway.log import MAX_CONTENT_CHARS, LogRow, shortened
 from emberline.gateway.response_cache import CachedReply
 from emberline.gateway.routing import Plan
 from emberline.gateway.rules import GatewayRules
 from emberline.protocol.complete_response import Answer
 from emberline.protocol.errors import EmberlineError
 from emberline.protocol.events import Usage
-from emberline.protocol.request import GenerateRequest
+from emberline.protocol.prediction import Prediction, has_files
+from emberline.protocol.request import GenerateRequest, PredictRequest
 from emberline.service.event_collector import AnswerCollector
 from emberline.service.work import Begun, RelayRequest, Start, Task, Work
 from emberline.telemetry.request_log import AttemptContext
@@ -54,7 +55,23 @@ class LogStage:
                 self.row.request = shortened(msgspec.json.encode(task.messages or task.prompt).decode())
             self.reply = AnswerCollector(task.n)
             work.taps.append(self.reply.tap)
+        elif isinstance(task, PredictRequest) and rules.logs_content:
+            self.row.request = self._shown_input(task)
+            if task.stream:
+                self.reply = AnswerCollector(1)
+                work.taps.append(self.reply.tap)
         work.attempts = partial(self._attempt, work)
+
+    def _shown_input(self, task: PredictRequest) -> str:
+        """A predictor's input as the log has it: without its secrets and without files."""
+        try:
+            source = self._rules.card(task.model, self.plan.caller).predictor
+        except EmberlineError:  # the request fails, too
+            return ""
+        fields = {} if source is None else source.input.get("properties", {})
+        hidden = {name for name, field in fields.items() if field.get("x-cog-secret") or has_files(field)}
+        shown = {name: "**********" if name in hidden and value else value for name, value in task.input.items()}
+        return shortened(msgspec.json.encode(shown).decode())
 
     async def _attempt(self, work: Work, start: Start) -> Begun:
         """Try the models of the plan until one begins to answer."""
@@ -106,6 +123,9 @@ class LogStage:
             self._take(completed.usage, completed.cost_pico)
             if work.is_done and self.reply is not None and rules.logs_content:
                 row.response = _text(self.reply.answer(completed.usage))
+            elif work.is_done and isinstance(completed.result, Prediction) and rules.logs_content:
+                start = memoryview(completed.result.output)[: 4 * MAX_CONTENT_CHARS]
+                row.response = shortened(bytes(start).decode("utf-8", "replace"))
         self._attempts.ended(work, error)
         if isinstance(error, EmberlineError):
             if rules.has_next_step and tries_next(error) and row.ttft_us is None:

@@ -18,7 +18,7 @@ import msgspec
 from emberline.net.periodic import attempt, every, stop
 from emberline.protocol.complete_response import Answer, Encoded
 from emberline.protocol.errors import EmberlineError
-from emberline.protocol.request import EncodeRequest, GenerateRequest, Priority, Speculation
+from emberline.protocol.request import EncodeRequest, GenerateRequest, PredictRequest, Priority, Speculation
 from emberline.store import BulkQuery, Database, Query
 from emberline.store.database import Statement
 from emberline.store.notifications import Subscription
@@ -55,6 +55,7 @@ log = logging.getLogger("emberline.gateway")
 class CachedReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     answer: Answer | None = None
     encoded: Encoded | None = None
+    prediction: bytes = b""  # a Prediction in JSON
     model: str  # that computed it,
     provider: str  # and where
     expires_us: int
@@ -81,7 +82,7 @@ def request_digest(
     account: str,
     gateway: str,
     models: Sequence[str],
-    request: GenerateRequest | EncodeRequest,
+    request: GenerateRequest | EncodeRequest | PredictRequest,
     custom_key: str | None = None,
     rules: bytes = b"",
 ) -> str:

@@ -13,7 +13,7 @@ from emberline.gateway.log_stage import LogStage
 from emberline.gateway.rules import GatewayRules
 from emberline.protocol.errors import EmberlineError
 from emberline.protocol.gateway import GatewayOptions
-from emberline.protocol.request import EncodeRequest, GenerateRequest, Principal
+from emberline.protocol.request import EncodeRequest, GenerateRequest, PredictRequest, Principal
 from emberline.service.models import ModelLookup
 from emberline.service.work import Stage, TaskRunner, Work
 
@@ -52,7 +52,8 @@ class StageChain:
                 self._stages.append(guard)
         work.own_key = rules.own_key
         work.stages = self._stages
-        if rules.ttl_s and isinstance(task, GenerateRequest | EncodeRequest):
+        is_stream = isinstance(task, PredictRequest) and task.stream
+        if rules.ttl_s and isinstance(task, GenerateRequest | EncodeRequest | PredictRequest) and not is_stream:
             work.stages = [*self._stages, CacheStage(rules, log)]
 
     def headers(self) -> list[tuple[bytes, bytes]]:

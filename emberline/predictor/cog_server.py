@@ -78,17 +78,40 @@ _health_decoder = msgspec.json.Decoder(_Health)
 _event_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
+_POST = (
+    b"POST /predictions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    b"Accept: %s\r\nContent-Length: %d\r\n\r\n"
+)
+
+
 class _Connection(http.client.HTTPConnection):
-    """HTTP over a Unix socket."""
+    """HTTP to the server in its sandbox, over a TCP socket that the relay opens there and sends over a Unix socket."""
 
     def __init__(self, path: str, timeout_s: float) -> None:
         super().__init__("localhost", timeout=timeout_s)
         self._path = path
 
     def connect(self) -> None:
-        self.sock = socket.socket(socket.AF_UNIX)
+        with socket.socket(socket.AF_UNIX) as relay:
+            relay.settimeout(CONTROL_S)
+            relay.connect(self._path)
+            _, descriptors, _, _ = socket.recv_fds(relay, 1, 1)
+        if not descriptors:
+            raise ConnectionRefusedError("the predictor's server does not listen yet")
+        self.sock = socket.socket(fileno=descriptors[0])
+        if (self.sock.family, self.sock.type) != (socket.AF_INET, socket.SOCK_STREAM):  # the predictor can be the relay
+            self.close()
+            raise ConnectionRefusedError("the predictor's relay sent something else than a connection")
         self.sock.settimeout(self.timeout)
-        self.sock.connect(self._path)
+
+    def post(self, body: bytes, accept: bytes) -> http.client.HTTPResponse:
+        """Ask for a prediction. Sends head and body in one piece: the server wakes up once."""
+        if self.sock is None:
+            self.connect()
+        self.sock.sendall(_POST % (accept, len(body)) + body)
+        response = http.client.HTTPResponse(self.sock, method="POST")
+        response.begin()
+        return response
 
 
 class CogServer:
@@ -195,19 +218,17 @@ class CogServer:
         Raises an EmberlineError: BadInput for what the predictor's schema refuses, PredictorCrashed if its process is
         gone, Cancelled, DeadlineExceeded, and PredictionFailed with the predictor's own error message."""
         body = b'{"id":"%s","input":%s,"context":%s}' % (name.encode(), given, context or b"{}")
-        headers = {"Content-Type": "application/json"}
-        if on_output is not None:
-            headers["Accept"] = "text/event-stream"
         connection = self._connection(limit_s)
         try:
-            connection.request("POST", "/predictions", body, headers)
-            response = connection.getresponse()
+            response = connection.post(body, b"application/json" if on_output is None else b"text/event-stream")
             if on_output is not None and response.status == 200:
                 end_s = time.monotonic() + limit_s
                 finished = self._finished(self._stream(response, on_output, end_s))
                 self._drop_connection()  # the rest of the stream is not read
                 return finished
             raw = response.read(MAX_OUTPUT_BYTES + 1)
+            if response.will_close:
+                self._drop_connection()
             if len(raw) > MAX_OUTPUT_BYTES:
                 raise TooLarge(f"the predictor's output has more than {MAX_OUTPUT_BYTES >> 20} MiB")
             if response.status != 200:

@@ -1,9 +1,10 @@
 """Runs inside a sandbox, with the predictor's interpreter and the standard library alone, which is no code of ours.
 
-`python -I -S relay.py LISTENER PORT PROXY_PORT PROXY COMMAND …` runs a server that can listen at a TCP port only, and
-joins that port of the sandbox's own network to a Unix socket outside. LISTENER is the descriptor of the listening
-socket, or the path of a Unix socket from which that descriptor comes; the server is killed when the latter is closed.
-Programs inside find an HTTP proxy at PROXY_PORT, which is the Unix socket PROXY outside, unless PROXY_PORT is 0.
+`python -I -S relay.py LISTENER PORT PROXY_PORT PROXY COMMAND …` runs a server that can listen at a TCP port only, in
+the sandbox's own network. A client of the Unix socket LISTENER outside gets a socket that is connected to that port: a
+socket belongs to the network in which it was made, whoever has it. LISTENER is the descriptor of the listening socket,
+or the path of a Unix socket from which that descriptor comes; the server is killed when the latter is closed. Programs
+inside find an HTTP proxy at PROXY_PORT, which is the Unix socket PROXY outside, unless PROXY_PORT is 0.
 """
 
 import asyncio
@@ -26,21 +27,15 @@ async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> No
         writer.write_eof()
 
 
-async def join(outer: asyncio.StreamReader, outer_writer: asyncio.StreamWriter, port: int) -> None:
-    """Join one connection to the server's port. Closing either side closes the other."""
-    try:
-        async with asyncio.timeout(CONNECT_S) if sys.version_info >= (3, 11) else contextlib.AsyncExitStack():
-            inner, inner_writer = await asyncio.open_connection("127.0.0.1", port, limit=CHUNK_BYTES)
-    except (TimeoutError, OSError):
-        outer_writer.close()
-        return
-    inner_writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    tasks = [asyncio.ensure_future(pump(outer, inner_writer)), asyncio.ensure_future(pump(inner, outer_writer))]
-    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    for task in tasks:
-        task.cancel()
-    inner_writer.close()
-    outer_writer.close()
+def join(listener: socket.socket, port: int) -> None:
+    """Give each client outside a connection to the server's port: the socket itself, so that no byte passes here.
+
+    The client's connection is closed in any case. Without a descriptor in it, the server does not listen yet."""
+    with contextlib.suppress(BlockingIOError):
+        client, _ = listener.accept()
+        with client, contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), CONNECT_S) as server:
+            server.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            socket.send_fds(client, [b"x"], [server.fileno()])
 
 
 async def join_proxy(inner: asyncio.StreamReader, inner_writer: asyncio.StreamWriter, path: str) -> None:
@@ -85,11 +80,9 @@ async def main() -> int:
                 process.kill()
 
         loop.add_reader(control, on_end)
-    server = await asyncio.start_unix_server(
-        lambda reader, writer: join(reader, writer, port), sock=listener, limit=CHUNK_BYTES
-    )
+    loop.add_reader(listener, join, listener, port)
     status = await process.wait()
-    server.close()
+    loop.remove_reader(listener)
     return status if status >= 0 else 128 - status
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from emberline.predictor.cog_server import CogServer
+from emberline.predictor.cog_server import CogServer, PredictorCrashed
 from emberline.predictor.prediction_loop import CANCEL_S, LATE_S, PredictionLoop
 from emberline.protocol.errors import DeadlineExceeded
 from emberline.protocol.prediction import Manifest, Prediction, PredictParams
@@ -122,8 +122,15 @@ class HostileSandbox:
     def kill(self) -> None:
         self._listener.close()
 
+    def wait(self, limit_s: float) -> bool:
+        return False
+
     def _serve(self) -> None:
-        connection, _ = self._listener.accept()
+        client, _ = self._listener.accept()
+        with socket.create_server(("127.0.0.1", 0)) as server, client:
+            with socket.create_connection(server.getsockname()) as given:
+                socket.send_fds(client, [b"x"], [given.fileno()])
+            connection, _ = server.accept()
         with connection:
             connection.recv(1 << 16)
             self._answer(connection)
@@ -143,5 +150,22 @@ def test_a_stream_that_never_ends_is_ended(tmp_path: Path) -> None:
     try:
         with pytest.raises(DeadlineExceeded, match=r"did not end within 0.05 s"):
             server.predict("a", b"{}", 0.05, lambda chunk: None)
+    finally:
+        server.kill()
+
+
+def test_a_relay_that_sends_no_connection_is_refused(tmp_path: Path) -> None:
+    class OtherSandbox(HostileSandbox):
+        def _serve(self) -> None:
+            for _ in range(3):
+                client, _ = self._listener.accept()
+                with client, (tmp_path / "log").open() as file, socket.socket(socket.AF_UNIX) as other:
+                    socket.send_fds(client, [b"x"], [other.fileno(), file.fileno()])
+
+    server = CogServer(MANIFEST, tmp_path, OtherSandbox(lambda _: None), {}, tmp_path / "log")  # type: ignore[arg-type]
+    try:
+        assert server.health() == "STARTING"
+        with pytest.raises(PredictorCrashed):
+            server.predict("a", b"{}", 1.0, None)
     finally:
         server.kill()

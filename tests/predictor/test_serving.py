@@ -223,6 +223,52 @@ async def test_a_predictor_that_misbehaves_costs_its_own_request(
         await until(answers)
 
 
+RULES = """[[gateways]]
+name = "strict"
+cache_ttl_s = 600
+log_content = true
+[[gateways.guardrails]]
+name = "words"
+pattern = "forbidden"
+"""
+
+
+async def test_rules_of_a_gateway(versions: PredictorVersions, tmp_path: Path) -> None:
+    push(versions, tmp_path, "features", "features")
+    push(versions, tmp_path, "picture", "picture")
+    (tmp_path / "home" / "emberline.toml").write_text(RULES)
+    async with serving(versions, tmp_path, ["features"]) as server:
+        server.http.headers["cf-aig-gateway-id"] = "strict"
+        first, second = [await server.run("features", act="metric", text="a b", secret="hush") for _ in range(2)]
+        assert [each.headers["cf-aig-cache-status"] for each in (first, second)] == ["MISS", "HIT"]
+        assert first.json() == second.json()
+        usage = (await server.root.get("/api/usage")).json()["total"]
+        assert usage["requests"] == 1, "a hit computes and costs nothing"
+        assert "blocked by the guardrail 'words'" in await server.error("features", text="a forbidden word")
+        assert "blocked by the guardrail 'words'" in await server.error(
+            "features", act="context", context={"a": "forbidden"}
+        )
+        for_built = await server.error("features", act="join", text="for,bidden")
+        assert "the reply was blocked" in for_built
+        stream = await server.run("features", act="join", text="for,bidden", stream=True)
+        assert "forbidden" not in stream.text
+        data = "data:text/plain;base64,eA=="
+        assert "takes texts" in await server.error("features", act="file", file=data)
+        assert "return text, not files" in await server.error("picture", image=None)
+
+        async def is_logged() -> bool:
+            return len((await server.root.get("/api/gateways/strict/logs")).json()["data"]) == 8
+
+        await until(is_logged)
+        rows = (await server.root.get("/api/gateways/strict/logs")).json()["data"]
+        computed = next(row for row in rows if row["cache_status"] == "MISS" and row["status"] == "success")
+        (kept,) = (await server.root.get("/api/gateways/strict/logs", params={"log": computed["id"]})).json()["data"]
+        assert "a b" in kept["request"]
+        assert "a b" in kept["response"]
+        assert "hush" not in str(kept)
+        assert [row["status"] for row in rows].count("error") == 6
+
+
 async def test_secrets_are_granted_by_name_and_hidden_in_logs(
     versions: PredictorVersions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -153,7 +153,7 @@ async def _predict(call: HttpExchange, model: str, raw: bytes, predictor: CogSou
     task = body.to_request(call.id, call.session, model)
     if body.stream:
         return await RUN.answer(call, RunRequest(stream=True), call.run(task), streams=True)
-    return prediction_reply(call, predictor, await call.result(task))
+    return await prediction_reply(call, predictor, await call.result(task))
 
 
 def _queue_requested(call: HttpExchange) -> bool:

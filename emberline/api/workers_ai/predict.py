@@ -1,6 +1,8 @@
 """Workers AI's `run` of models that users brought along: inputs of a model's own schema, files as data URLs."""
 
+import asyncio
 import base64
+import binascii
 import re
 from typing import Any
 
@@ -21,6 +23,9 @@ _BYTES = (b"image/", b"audio/", b"video/", b"application/octet-stream", b"applic
 _CONTENT_TYPE = re.compile(r"[A-Za-z0-9.+-]{1,64}/[A-Za-z0-9.+-]{1,128}")
 # A predictor's file is no page of ours: a browser runs no script in it, and does not guess at its type.
 _NO_PAGE: HeaderList = [(b"content-security-policy", b"sandbox"), (b"x-content-type-options", b"nosniff")]
+_INLINE_BYTES = 64 << 10  # of a file's data URL that is decoded on the event loop
+_PIECE_BYTES = 1 << 20  # a multiple of four characters of base64
+_MAX_HEAD_BYTES = 1024  # of a data URL before its data
 _decoder = msgspec.json.Decoder(dict[str, Any])
 
 
@@ -87,16 +92,33 @@ def _read_context(given: Any) -> dict[str, str]:
     return given
 
 
-def prediction_reply(call: HttpExchange, predictor: CogSource, prediction: Prediction) -> Reply:
-    """The result in the envelope, with what the predictor measured and logged; a model's only file as its bytes."""
-    output = msgspec.json.decode(prediction.output)
-    if is_file(predictor.output) and isinstance(output, str) and output.startswith("data:"):
-        content_type, data = from_data_url(output)
+async def prediction_reply(call: HttpExchange, predictor: CogSource, prediction: Prediction) -> Reply:
+    """The result in the envelope, with what the predictor measured and logged; a model's only file as its bytes.
+
+    An output is never decoded as JSON: large ones would hold up all other requests."""
+    output = bytes(prediction.output)
+    if is_file(predictor.output) and output.startswith(b'"data:'):
+        is_large = len(output) > _INLINE_BYTES
+        content_type, data = await asyncio.to_thread(read_file, output) if is_large else read_file(output)
         return Reply(200, data, content_type.encode(), [*call.id_headers, *_NO_PAGE])
     further = {name: value for name, value in (("metrics", prediction.metrics), ("logs", prediction.logs)) if value}
     if call.dialect is Dialect.BINDING or not further:
-        return result_reply(call, output)
-    return json_reply(envelope(output, **further), headers=call.id_headers)
+        return result_reply(call, prediction.output)
+    return json_reply(envelope(prediction.output, **further), headers=call.id_headers)
+
+
+def read_file(output: bytes) -> tuple[str, bytes]:
+    """The media type and the bytes of a data URL in JSON. Decodes piece by piece: other threads run in between."""
+    view, begin = memoryview(output)[:-1], output.find(b",", 0, _MAX_HEAD_BYTES) + 1
+    if not begin or b"\\" in output:
+        return from_data_url(msgspec.json.decode(output, type=str))
+    pieces = range(begin, len(view), _PIECE_BYTES)
+    try:
+        decoded = [binascii.a2b_base64(view[at : at + _PIECE_BYTES], strict_mode=True) for at in pieces]
+    except ValueError:
+        return from_data_url(msgspec.json.decode(output, type=str))  # with white space, or no base64
+    content_type, _ = from_data_url(output[1:begin].decode("utf-8", "replace"))
+    return content_type, b"".join(decoded)
 
 
 def _only_file(predictor: CogSource) -> str:

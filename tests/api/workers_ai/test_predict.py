@@ -1,8 +1,12 @@
 """Files that a predictor returns: their types are its own words, which end up in a header."""
 
+import base64
+
+import msgspec
 import pytest
 
-from emberline.api.workers_ai.predict import from_data_url
+from emberline.api.workers_ai.predict import from_data_url, read_file
+from emberline.protocol.errors import Unsupported
 
 
 @pytest.mark.parametrize(
@@ -17,3 +21,13 @@ from emberline.api.workers_ai.predict import from_data_url
 )
 def test_the_type_of_a_file_is_a_type(kind: str, expected: str) -> None:
     assert from_data_url(f"data:{kind};base64,eA==") == (expected, b"x")
+
+
+def test_a_file_is_read_in_pieces() -> None:
+    data = bytes(range(256)) * (12 << 10)  # three pieces
+    url = f"data:image/png;base64,{base64.b64encode(data).decode()}"
+    assert read_file(msgspec.json.encode(url)) == ("image/png", data)
+    for text in ("data:,", "data:image/png;base64,eA==", "data:a/b;base64,e\nA==", "data:a/b;base64,eA ==", "data:"):
+        assert read_file(msgspec.json.encode(text)) == from_data_url(text)
+    with pytest.raises(Unsupported, match="not in base64"):
+        read_file(b'"data:a/b;base64,x"')

@@ -21,6 +21,7 @@ ACTS = [
     "metric",
     "lie",
     "context",
+    "join",
 ]
 
 
@@ -74,6 +75,8 @@ class Runner(BaseRunner):
             return open("/etc/shadow").read()
         if act == "context":
             return str(cog.current_scope().context)
+        if act == "join":
+            return text.replace(",", "")
         if act == "lie":
             return object()
         if act == "file":
