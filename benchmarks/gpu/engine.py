@@ -22,7 +22,7 @@ from emberline.protocol.token_ids import pack, unpack
 
 PROGRAM = ("-m", "emberline.engine.worker")
 WAIT_S = 300.0
-ALL_PREPARED = "every common step is prepared"  # in the worker's log
+ALL_PREPARED = "nothing is left to prepare"  # in the worker's log
 
 
 @dataclass
@@ -216,9 +216,12 @@ def compile_kernels(model: Path, log: Path, *flags: str) -> float:
 
 
 def wait_until_prepared(engine: Worker, log: Path) -> float:
-    """Wait until the worker has captured its CUDA graphs in idle time; returns the seconds since its start."""
+    """Wait until the worker has captured its CUDA graphs and pinned its host memory, which it does in idle time.
+
+    Returns the seconds since its start.
+    """
     while ALL_PREPARED.encode() not in log.read_bytes()[engine.log_start :]:
         if time.perf_counter() - engine.began_s > WAIT_S:
-            raise TimeoutError(f"the worker is still capturing CUDA graphs; see {log}")
+            raise TimeoutError(f"the worker is still preparing in idle time; see {log}")
         time.sleep(0.05)
     return time.perf_counter() - engine.began_s

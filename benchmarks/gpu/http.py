@@ -24,6 +24,7 @@ from benchmarks.process import Process, ended_by_sigterm, free_port
 
 READY_S = 400.0
 N_IN, N_OUT = 512, 256
+SETTLE_S = 8.0  # after the first burst: for what a server prepares in idle time
 MODEL = "llama"
 VLLM_SERVER = Path(__file__).parents[1] / "peers" / "vllm_server.py"
 
@@ -79,6 +80,7 @@ async def _measure(port: int, server: Process, args: argparse.Namespace) -> dict
     found: dict[str, Any] = {"ready_s": await _until_ready(port, server)}
     prompts = Prompts(args.seed)
     found["first_burst"] = await burst(port, prompts, max(args.streams))
+    await asyncio.sleep(SETTLE_S)
     for n in args.streams:
         runs = [await burst(port, prompts, n) for _ in range(args.repeats)]
         found[f"streams_{n}"] = {key: median(run[key] for run in runs) for key in runs[0]} | {"runs": runs}

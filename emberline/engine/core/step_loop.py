@@ -102,6 +102,7 @@ class StepLoop:
         self.preparing = True
         if self._idle_task is not None and not self._idle_task():
             self._idle_task = None
+            _log.info("nothing is left to prepare")
         self.preparing = False
         self.n_prepared += 1
 

@@ -124,6 +124,8 @@ def is_essential(n_decodes: int, n_tokens: int | None, max_rows: int, largest: i
     sizes = {TILE, min(512, largest)} if smallest or n_decodes == 64 else set()
     if smallest or n_decodes == max_rows:
         sizes |= {512, largest}
+    if n_decodes == max_rows:
+        sizes.add(BURST_TOKENS)  # no smaller one holds such a step
     return n_tokens in sizes
 
 
