@@ -1,19 +1,16 @@
-"""The KV cache of one model: all its KV groups, block tables of sequences, the prefix cache, and its KV events."""
+"""The KV cache of one model: all its KV groups, block tables of sequences, and the prefix cache."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 
 from emberline.kv.block_pool import NULL_BLOCK, BlockPool, StepFence, blocks_of
-from emberline.kv.groups import GroupKind, all_sequences, counted_group, kind_of, one_sequence
+from emberline.kv.groups import GroupKind, all_sequences, kind_of, one_sequence
 from emberline.kv.prefix_index import NO_OWNER, Blocks, LeadingBlocks, Owner, PrefixIndex
 from emberline.kv.retention import Conversation, Retention
 from emberline.protocol.block_hash import BLOCK_TOKENS, KVGroup
-from emberline.protocol.frames import KVEvents
-
-KEYS_PER_FRAME = 60_000  # frames stay below 1 MB
 
 
 class KVListener(Protocol):
@@ -409,84 +406,3 @@ class KVCache:
 
 def _many(blocks: Sequence[int]) -> Blocks:
     return np.array(blocks, np.intp)
-
-
-class EventSource(Protocol):
-    """A source of the KV events of a tier: `tier_events.TierChanges`."""
-
-    def watch(self) -> list[KVEvents]: ...
-
-    def unwatch(self) -> None: ...
-
-    def take(self) -> list[KVEvents]: ...
-
-
-class KVEventFeed:
-    """The KV events of a cache, collected while there is a subscriber: the net change between two calls of `take`.
-
-    Content is reported by the keys of one group, without which there is no prefix hit (`counted_group`). The changes of
-    tiers below the cache are told after its own.
-    """
-
-    def __init__(self, cache: KVCache, tiers: Sequence[EventSource] = ()) -> None:
-        self._cache, self._tiers = cache, tiers
-        self._group = counted_group(group.layout for group in cache.groups)
-        self._stored: dict[bytes, None] = {}  # in order
-        self._removed: dict[bytes, None] = {}
-        self._subscribed = False
-
-    def subscribe(self) -> list[KVEvents]:
-        """Return the content of the cache; from now on `take` returns the changes."""
-        if not self._subscribed:
-            self._subscribed = True
-            self._cache.add_listener(self)
-        device = snapshot(next(group.index for group in self._cache.groups if group.layout is self._group))
-        return device + [event for tier in self._tiers for event in tier.watch()]
-
-    def unsubscribe(self) -> None:
-        self._cache.remove_listener(self)
-        self._subscribed = False
-        for tier in self._tiers:
-            tier.unwatch()
-        self.take()
-
-    def stored(self, group: KVGroup, keys: Sequence[bytes], blocks: Sequence[int]) -> None:
-        if group is self._group:
-            _note(keys, self._stored, self._removed)
-
-    def evicted(self, group: KVGroup, keys: Sequence[bytes], blocks: Sequence[int]) -> None:
-        if group is self._group:
-            _note(keys, self._removed, self._stored)
-
-    def take(self) -> list[KVEvents]:
-        """Return the changes since the last call; mostly one frame, or none."""
-        stored, self._stored = self._stored, {}
-        removed, self._removed = self._removed, {}
-        frames = [KVEvents(removed=part) for part in _frames_of(removed)]
-        frames += [KVEvents(stored=part) for part in _frames_of(stored)]
-        for tier in self._tiers:
-            frames += tier.take()
-        return frames
-
-
-def _note(keys: Sequence[bytes], noted: dict[bytes, None], opposite: dict[bytes, None]) -> None:
-    if not opposite:
-        noted.update(dict.fromkeys(keys))
-        return
-    for key in keys:
-        if key in opposite:
-            del opposite[key]
-        else:
-            noted[key] = None
-
-
-def snapshot(keys: Iterable[bytes]) -> list[KVEvents]:
-    """Return frames of all keys. The first frame replaces what was known, the others add to it."""
-    first, *others = list(_frames_of(keys)) or [b""]
-    return [KVEvents(stored=first, whole=True), *(KVEvents(stored=part) for part in others)]
-
-
-def _frames_of(keys: Iterable[bytes]) -> Iterator[bytes]:
-    known = list(keys)
-    for start in range(0, len(known), KEYS_PER_FRAME):
-        yield b"".join(known[start : start + KEYS_PER_FRAME])

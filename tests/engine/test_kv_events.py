@@ -5,7 +5,7 @@ import random
 import pytest
 
 from emberline.engine.worker.socket_server import ServerLimits
-from emberline.kv import cache as kv_cache
+from emberline.kv import kv_events
 from emberline.protocol.block_hash import DIGEST_BYTES
 from emberline.protocol.frames import KVEvents, Step, WatchKV
 from tests.engine.client import Client, wait_until
@@ -73,7 +73,7 @@ def test_subscribers_track_the_cache_content(tmp_path, layouts):
 
 
 def test_a_large_snapshot_is_split_into_frames(tmp_path, monkeypatch):
-    monkeypatch.setattr(kv_cache, "KEYS_PER_FRAME", 7)
+    monkeypatch.setattr(kv_events, "KEYS_PER_FRAME", 7)
     engine = Engine(tmp_path / "a.sock")
     with Watcher(engine.address) as first:
         first.submit(*(request(f"{n}", [n % VOCAB, n // VOCAB] * 64, max_tokens=1) for n in range(6)))
@@ -89,7 +89,8 @@ def test_a_large_snapshot_is_split_into_frames(tmp_path, monkeypatch):
 
 
 def test_frames_stay_below_a_megabyte():
-    frames = kv_cache.snapshot(n.to_bytes(16, "little") for n in range(200_000))
+    held = [(n.to_bytes(16, "little"), b"tag") for n in range(200_000)]
+    frames = kv_events.TierChanges("disk", b"tag", lambda: held, print).watch()
     assert max(len(frame.stored) for frame in frames) < 1_000_000
     assert sum(len(frame.stored) for frame in frames) == 3_200_000
 

@@ -14,7 +14,8 @@ from emberline.engine.core.plan import Masks, Row, RowScores, Sampled, StepPlan
 from emberline.engine.core.queues import Queues, Selection
 from emberline.engine.core.rank import Executor
 from emberline.engine.core.sequence import Sequence
-from emberline.kv.cache import BlockTable, EventSource, KVCache, PrefixHit
+from emberline.kv.cache import BlockTable, KVCache, PrefixHit
+from emberline.kv.kv_events import TierChanges
 from emberline.protocol.errors import EmberlineError
 from emberline.protocol.events import DraftUsage, FinishReason, PromptLogprobs
 from emberline.protocol.frames import EngineLoad, Vocabulary
@@ -112,7 +113,7 @@ class Feature:
     core: Core
     name: ClassVar[str] = ""  # key of its orders in a plan
     executor: Executor | None = None  # carries out these orders on rank 0
-    sources: Many[EventSource] = ()  # KV events beside those of the device pool
+    sources: Many[TierChanges] = ()  # KV events beside those of the device pool
     transfers_kv: ClassVar[bool] = False  # it serves requests that send or await KV
 
     def attach(self, core: Core) -> None:

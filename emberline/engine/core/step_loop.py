@@ -8,7 +8,7 @@ from emberline.engine.core.plan import DeviceLost, Handle, Runner, StepPlan
 from emberline.engine.core.rank import Rank
 from emberline.engine.core.scheduler import Scheduler
 from emberline.engine.core.step_times import StepTimes
-from emberline.kv.cache import KVEventFeed
+from emberline.kv.kv_events import KVEventFeed
 from emberline.protocol.errors import Internal
 from emberline.protocol.events import TokenDelta
 from emberline.protocol.frames import EngineLoad

@@ -13,9 +13,9 @@ import numpy as np
 
 from emberline.kv.eviction_order import EvictionOrder
 from emberline.kv.host_memory import private_pages
+from emberline.kv.kv_events import TierChanges
 from emberline.kv.retention import Conversation, Retention
 from emberline.kv.tiers.tier import BlockId, BlockMeta, TierStats
-from emberline.kv.tiers.tier_events import TierChanges
 
 SEGMENT_BYTES = 32 << 20  # while one is pinned, at 23 to 30 GB/s, the process launches no kernels
 MAX_SEGMENTS = 16_384  # larger ones rather than more: Linux allows a process 65,530 mappings

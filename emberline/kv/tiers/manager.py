@@ -21,6 +21,7 @@ from queue import SimpleQueue
 from typing import TypeVar, cast
 
 from emberline.kv.groups import counted_group
+from emberline.kv.kv_events import TierChanges
 from emberline.kv.notice_queue import NoticeQueue
 from emberline.kv.retention import Conversation, Retention
 from emberline.kv.slices import Slices, copy, whole
@@ -45,7 +46,6 @@ from emberline.kv.tiers.orders import (
 from emberline.kv.tiers.orders import Fetch as FetchOrder
 from emberline.kv.tiers.rates import ReadRate
 from emberline.kv.tiers.tier import BlockId, Retained, Tier, layout_tag
-from emberline.kv.tiers.tier_events import TierChanges
 from emberline.kv.tiers.tier_worker import TierWorker
 from emberline.protocol.block_hash import KVGroup
 from emberline.protocol.frames import TierStats

@@ -8,8 +8,8 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 
+from emberline.kv.kv_events import TierChanges
 from emberline.kv.retention import Conversation, Retention
-from emberline.kv.tiers.tier_events import TierChanges
 from emberline.protocol.block_hash import KVGroup
 from emberline.protocol.frames import TierStats
 

@@ -6,10 +6,10 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
+from emberline.kv.kv_events import TierChanges
 from emberline.kv.tiers.disk.disk_tier import DiskTier
 from emberline.kv.tiers.host import HostTier
 from emberline.kv.tiers.tier import BlockId, BlockMeta, Tier, layout_tag
-from emberline.kv.tiers.tier_events import TierChanges
 from emberline.protocol.block_hash import KVGroup
 from emberline.protocol.frames import KVEvents
 from tests.kv.tiers.pool.test_pool_tier import make_tier

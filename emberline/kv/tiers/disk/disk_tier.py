@@ -17,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 
+from emberline.kv.kv_events import TierChanges
 from emberline.kv.retention import Conversation, Retention
 from emberline.kv.tiers.block_tag import BlockTagger
 from emberline.kv.tiers.disk.block_cipher import BlockCipher
@@ -25,7 +26,6 @@ from emberline.kv.tiers.disk.direct_file import PAGE, IoThreads, padded
 from emberline.kv.tiers.disk.disk_folder import FolderFormat, TierFolder
 from emberline.kv.tiers.disk.drive_health import DRIVE_TIMES, NO_ROOM, DriveHealth, DriveTimes
 from emberline.kv.tiers.tier import BlockId, BlockMeta, TierStats, layout_tag
-from emberline.kv.tiers.tier_events import TierChanges
 from emberline.protocol.block_hash import KVGroup
 from emberline.protocol.errors import BadInput
 

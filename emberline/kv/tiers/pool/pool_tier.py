@@ -20,13 +20,13 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from emberline.kv.host_memory import shared_pages
+from emberline.kv.kv_events import TierChanges
 from emberline.kv.tiers.block_tag import TAG_BYTES, BlockTagger
 from emberline.kv.tiers.host import copy
 from emberline.kv.tiers.pool.pool_client import PoolClient, PoolUnavailable
 from emberline.kv.tiers.pool.pool_master import MasterMetrics, PoolUsage
 from emberline.kv.tiers.pool.pool_process import Operation
 from emberline.kv.tiers.tier import BlockId, BlockMeta, TierStats
-from emberline.kv.tiers.tier_events import TierChanges
 from emberline.protocol.kv_store import StoreSettings
 
 OWNER_BYTES = SESSION_BYTES = 16

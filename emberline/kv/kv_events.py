@@ -1,13 +1,17 @@
-"""KV events of tiers: what each gains and loses, for those who route requests."""
+"""KV events: what the device pool and each tier gain and lose, for those who route requests."""
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
+from emberline.kv.cache import KVCache
+from emberline.kv.groups import counted_group
+from emberline.protocol.block_hash import KVGroup
 from emberline.protocol.frames import KVEvents
 
 KEYS_PER_FRAME = 60_000  # frames stay below 1 MB
 
 Id = tuple[bytes, bytes]  # a `tier.BlockId`: content key and layout tag
+_DEVICE = b""  # in place of the tag, of blocks in the device pool
 
 
 class TierChanges:
@@ -81,3 +85,50 @@ class TierChanges:
 
 def _frames_of(keys: list[bytes]) -> list[bytes]:
     return [b"".join(keys[start : start + KEYS_PER_FRAME]) for start in range(0, len(keys), KEYS_PER_FRAME)]
+
+
+class KVEventFeed:
+    """The KV events of a cache and of the tiers below it, collected while there is a subscriber: the net change between
+    two calls of `take`.
+
+    Content is reported by the keys of one group, without which there is no prefix hit (`counted_group`).
+    """
+
+    def __init__(self, cache: KVCache, tiers: Sequence[TierChanges] = ()) -> None:
+        self._cache = cache
+        self._group = counted_group(group.layout for group in cache.groups)
+        self._device = TierChanges("", _DEVICE, self._held, lambda: None)
+        self._sources = [self._device, *tiers]
+        self._subscribed = False
+
+    def _held(self) -> list[Id]:
+        index = next(group.index for group in self._cache.groups if group.layout is self._group)
+        return [(key, _DEVICE) for key in index]
+
+    def subscribe(self) -> list[KVEvents]:
+        """Return the content of the cache and of the tiers; from now on `take` returns the changes."""
+        if not self._subscribed:
+            self._subscribed = True
+            self._cache.add_listener(self)
+        return [event for source in self._sources for event in source.watch()]
+
+    def unsubscribe(self) -> None:
+        """Collect no changes any more."""
+        self._cache.remove_listener(self)
+        self._subscribed = False
+        for source in self._sources:
+            source.unwatch()
+
+    def stored(self, group: KVGroup, keys: Sequence[bytes], blocks: Sequence[int]) -> None:
+        """Take note of what the device pool has gained."""
+        if group is self._group:
+            self._device.stored((key, _DEVICE) for key in keys)
+
+    def evicted(self, group: KVGroup, keys: Sequence[bytes], blocks: Sequence[int]) -> None:
+        """Take note of what the device pool has lost."""
+        if group is self._group:
+            self._device.removed((key, _DEVICE) for key in keys)
+
+    def take(self) -> list[KVEvents]:
+        """Return the changes since the last call; mostly one frame, or none."""
+        return [event for source in self._sources for event in source.take()]
