@@ -98,7 +98,10 @@ async def one(client: httpx.AsyncClient, api: GenerationApi, model: str, case: C
     return Outcome(*row)
 
 
-async def measure(port: int, api: GenerationApi, model: str, todo: Sequence[Case], *, forced: bool) -> list[Outcome]:
+async def measure(
+    port: int, api: GenerationApi, model: str, todo: Sequence[Case], *, forced: bool, partial: Path
+) -> list[Outcome]:
+    """Ask every case. Outcomes are appended to `partial` as they come, one JSON line each: a run may take hours."""
     outcomes: list[Outcome] = []
     pending = iter(todo)
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=1800.0) as client:
@@ -107,6 +110,8 @@ async def measure(port: int, api: GenerationApi, model: str, todo: Sequence[Case
         async def work() -> None:
             for case in pending:
                 outcomes.append(await one(client, api, model, case, forced=forced))
+                with partial.open("a") as file:
+                    file.write(json.dumps({"api": api.name} | asdict(outcomes[-1]), ensure_ascii=False) + "\n")
 
         await asyncio.gather(*(work() for _ in range(AT_ONCE)))
     return outcomes
@@ -145,10 +150,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     started = None if options.port else Process([*command, "--data-dir", str(data)], data / "server.log")
     print("| run | tools | requests | answered by a call | calls | not valid | s |\n|---|---|---|---|---|---|---|")
     results: list[dict[str, Any]] = []
+    partial = options.json.with_suffix(".partial.jsonl")
+    partial.unlink(missing_ok=True)
     try:
         for api in (APIS[name] for name in options.apis.split(",")):
             began = time.perf_counter()
-            outcomes = asyncio.run(measure(port, api, model, todo, forced=options.forced))
+            outcomes = asyncio.run(measure(port, api, model, todo, forced=options.forced, partial=partial))
             results.append(report(f"{options.model}, {api.name}", outcomes, time.perf_counter() - began))
             options.json.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
     finally:

@@ -6,7 +6,7 @@ import pytest
 
 from emberline.cluster.timings import DEFAULTS
 from emberline.cluster.worker_checks import FORGOTTEN_S, MAX_EXCLUSION_S, Exclusion, RequestProgress
-from emberline.engine.grammar.translator_process import LIMIT_S, START_S
+from emberline.engine.grammar.translator_process import START_S, WALL_S
 from emberline.protocol.frames import EngineInfo, EngineLoad, Heartbeat
 
 INFO = EngineInfo(model="m", fingerprint="f", context_len=64, vocab_size=64, eos_ids=())
@@ -66,7 +66,7 @@ def test_a_worker_that_computes_and_sends_no_steps_is_given_up_sooner(progress: 
 
 def test_the_first_grammar_may_take_longer_than_any_step() -> None:
     """A process is started for it. Neither load reports nor heartbeats tell that a sequence waits for its grammar."""
-    assert DEFAULTS.no_work_s >= START_S + LIMIT_S + 10.0
+    assert DEFAULTS.no_work_s >= START_S + WALL_S + 10.0
 
 
 def test_exclusions_grow_and_are_forgotten() -> None:

@@ -5,6 +5,7 @@ interpreter's lock from the step loop at every call of a kernel.
 """
 
 import contextlib
+import math
 import os
 import resource
 import socket
@@ -20,7 +21,9 @@ from emberline.protocol import frames
 from emberline.protocol.errors import BadInput, EmberlineError, ErrorInfo, Internal, from_info
 from emberline.protocol.grammar import Token, walk
 
-LIMIT_S = 5.0  # of one grammar; the front end's compiler, which has seen it before, is allowed less
+LIMIT_S = 5.0  # processor time of one grammar; the front end's compiler, which has seen it before, is allowed less
+WALL_S = 20.0  # the longest time by the clock: on busy cores the process gets a share of one only
+_CLOCK_S = 1e-3  # less is not worth another look at the process's clock
 START_S = 30.0
 ATTEMPTS = 2  # with a new process, should it die
 MEMORY_BYTES = 1 << 30
@@ -65,11 +68,17 @@ class TranslatorProcess:
     """Started on first use, and again after it died. One thread uses it, except for `close`. It ends with this process
     at the latest."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit_s: float = LIMIT_S, wall_s: float = WALL_S) -> None:
+        self._limit_s, self._wall_s = limit_s, wall_s
         self._closed = False
         self._child: subprocess.Popen[bytes] | None = None
         self._sock: socket.socket | None = None
         self._received = frames.FrameBuffer()
+
+    @property
+    def pid(self) -> int | None:
+        """Id of the process. Returns None if none runs."""
+        return None if self._child is None else self._child.pid
 
     def start(self) -> None:
         """Start the process, unless it runs. Raises OSError if it does not start, or is closed."""
@@ -97,16 +106,15 @@ class TranslatorProcess:
             except OSError:
                 continue
             try:
-                until_s = time.monotonic() + LIMIT_S
                 assert self._sock is not None
-                self._sock.settimeout(LIMIT_S)
+                until_s, cpu_until_s = time.monotonic() + self._wall_s, self._cpu_s() + self._limit_s
+                self._sock.settimeout(self._wall_s)
                 self._sock.sendall(frames.LENGTH.pack(len(encoded)) + encoded)
-                found = self._receive(until_s)
+                found = self._receive(until_s, cpu_until_s)
             except TimeoutError:
                 self.kill()
-                raise BadInput(
-                    f"the grammar takes longer than {LIMIT_S:g} s to compile; use a simpler schema", param="grammar"
-                ) from None
+                message = f"the grammar takes longer than {self._limit_s:g} s to compile; use a simpler schema"
+                raise BadInput(message, param="grammar") from None
             except OSError:
                 self.kill()
                 continue
@@ -130,14 +138,23 @@ class TranslatorProcess:
         if self._sock is not None:
             self._sock.close()
 
-    def _receive(self, until_s: float) -> Translation:
+    def _cpu_s(self) -> float:
+        """Processor time that the process has used. Raises OSError if it has ended."""
+        assert self._child is not None
+        return time.clock_gettime(~self._child.pid << 3 | 2)  # Linux's number of the clock of a process
+
+    def _receive(self, until_s: float, cpu_until_s: float = math.inf) -> Translation:
+        """The process's next answer. Raises TimeoutError when the time by the clock or its processor time is over."""
         assert self._sock is not None
         while True:
-            left_s = until_s - time.monotonic()
-            if left_s <= 0:
+            left_s = min(until_s - time.monotonic(), cpu_until_s - self._cpu_s())
+            if left_s <= _CLOCK_S:
                 raise TimeoutError
             self._sock.settimeout(left_s)
-            data = self._sock.recv(_RECV_BYTES)
+            try:
+                data = self._sock.recv(_RECV_BYTES)
+            except TimeoutError:  # of the shorter limit, if it had the processor all the while
+                continue
             if not data:
                 raise ConnectionError("the process has ended")
             for payload in self._received.feed(data):
