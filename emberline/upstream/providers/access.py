@@ -8,7 +8,7 @@ from emberline.upstream.dialects.dialect import ProviderAPI
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Address, key and limits with which a provider is called for one request."""
+    """Key and connections with which a provider is called for one request."""
 
     key: str = field(repr=False)
     # Connections and API of a stored key with an address of its own; None: those of the provider.
