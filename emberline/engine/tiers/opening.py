@@ -8,6 +8,7 @@ from pathlib import Path
 
 from emberline.engine.cache_control import StoredCache
 from emberline.engine.memory import default_host_tier_bytes, free_host_bytes, n_gpus_of_machine
+from emberline.kv.slices import whole
 from emberline.kv.tiers.disk.block_cipher import CipherUnavailable, derived_key
 from emberline.kv.tiers.disk.disk_folder import model_folder
 from emberline.kv.tiers.disk.disk_tier import DiskTier, slot_bytes
@@ -16,6 +17,7 @@ from emberline.kv.tiers.host import HostTier, Segment, padded
 from emberline.kv.tiers.manager import SAVING_BYTES, TierManager
 from emberline.kv.tiers.mover import BlockMover
 from emberline.kv.tiers.pool.pool_tier import open_pool
+from emberline.kv.tiers.pool.resliced_pool import ReslicedPool
 from emberline.kv.tiers.tier import Tier
 from emberline.protocol.block_hash import KVGroup
 from emberline.protocol.errors import BadInput
@@ -70,7 +72,8 @@ def open_tiers(
     if args.kv_disk_bytes:
         tiers.append(_open_disk(args, fingerprint, layouts, ranks))
     if args.kv_store is not None:
-        tiers.append(open_pool(args.kv_store, tagging_key()))
+        undivided = whole([tuple(slices) for slices in ranks] or [tuple(layouts)])
+        tiers.append(ReslicedPool(open_pool(args.kv_store, tagging_key()), layouts, undivided))
     sizes = [layout.block_bytes for layout in layouts]
     least = MIN_STAGED_BLOCKS * sum(map(padded, set(sizes)))
     host_bytes = (args.kv_host_bytes or 0) // n_ranks
