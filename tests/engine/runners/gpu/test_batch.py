@@ -8,8 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emberline.engine.core.plan import BLOCKS, LAST_SAMPLED, NO_BLOCK, Columns, Row, StepPlan
-from emberline.engine.runners.gpu.batch import StepBatch, find_shared_prefix
+from emberline.engine.runners.gpu.batch import MixedShape, StepBatch, find_shared_prefix
+from emberline.engine.runners.gpu.shapes import BURST_TOKENS, CHUNK_ROWS, MAX_GRAPH_TOKENS, all_mixed_decode_rows
 from emberline.engine.runners.gpu.slots import Slot
+from emberline.kernels.decode_inputs import HEADER_ROWS
 from emberline.kernels.sampling import SamplerRow
 
 N_GROUPS = 2
@@ -94,3 +96,24 @@ def test_a_batch_does_not_depend_on_which_rows_are_columns():
         assert replace(found, packet=None) == replace(wanted, packet=None)
         n_mixed += bool(found.chunks) and len(plan.columns) > 1
     assert min(n_drafts, n_mixed) > 30
+
+
+def test_a_burst_beside_decodes_has_a_captured_shape():
+    def shape(n_decodes, n_tokens, n_chunks=3, largest=MAX_GRAPH_TOKENS):
+        sizes = [n_tokens // n_chunks] * (n_chunks - 1)
+        sizes.append(n_tokens - sum(sizes))
+        chunks = [Row(n, n, 0, bytes(4 * size), None, [0], True) for n, size in enumerate(sizes)]
+        packet = np.zeros((HEADER_ROWS + 2, n_decodes), np.int32)
+        return MixedShape.of(StepBatch(packet=packet, chunks=chunks), 256, largest)
+
+    captured = MixedShape.all_padded(256, MAX_GRAPH_TOKENS, 8192)
+    assert [each for each in captured if each.n_tokens == BURST_TOKENS] == [
+        (n_decodes, BURST_TOKENS, CHUNK_ROWS, True) for n_decodes in all_mixed_decode_rows(256)
+    ]
+    for n_decodes, n_tokens in ((1, BURST_TOKENS - 1), (256, 1792), (40, 1000)):
+        assert shape(n_decodes, n_tokens) in captured
+        assert shape(n_decodes, n_tokens).n_tokens == BURST_TOKENS
+    assert not shape(0, BURST_TOKENS).padded, "nobody waits for it"
+    assert not shape(8, BURST_TOKENS).padded, "one tile more"
+    assert not shape(8, 1500, largest=256).padded, "of a model whose chunks are never captured"
+    assert max(each.n_tokens for each in MixedShape.all_padded(256, MAX_GRAPH_TOKENS, 1024)) == MAX_GRAPH_TOKENS

@@ -5,7 +5,8 @@ import torch
 
 from emberline.engine.core.limits import Limits
 from emberline.engine.core.step_loop import StepLoop
-from emberline.engine.runners.gpu.batch import VerifyShape
+from emberline.engine.runners.gpu.batch import MixedShape, VerifyShape
+from emberline.engine.runners.gpu.shapes import BURST_TOKENS
 from emberline.engine.worker.build import build_scheduler
 from emberline.kv.cache import KVCache
 from emberline.weights.model_config import ModelConfig
@@ -74,14 +75,14 @@ class Source:
         return RandomWeight(name, shapes.get(part, (c.hidden_size,)))
 
 
-def engine_of(deterministic=False, graphs=True, n_blocks=600, steps_in_flight=2, speculation=None):
+def engine_of(deterministic=False, graphs=True, n_blocks=600, steps_in_flight=2, speculation=None, token_budget=1024):
     from emberline.engine.runners.gpu.engine import GpuEngine
     from emberline.kernels.gpu.backend.triton_backend import TritonBackend
     from emberline.models.decoder import Decoder
     from emberline.models.qwen import qwen3
 
     model = Decoder(Source(), TritonBackend("cuda", deterministic=deterministic), qwen3)
-    limits = Limits(CONFIG.context_len, CONFIG.vocab_size, (0,), 16, 1024)
+    limits = Limits(CONFIG.context_len, CONFIG.vocab_size, (0,), 16, token_budget)
     engine = GpuEngine.open(model, limits, "cuda", 64 << 20, speculates=speculation is not None)
     cache = KVCache(model.kv_groups, [n_blocks], chunk=limits.token_budget)
     runner = engine.runner([n_blocks], limits, graphs=graphs)
@@ -118,6 +119,27 @@ def test_deterministic_tokens_in_any_batch_with_and_without_graphs(temperature):
     loop, _ = engine_of(deterministic=True)
     for wanted in asked:
         assert run(loop, wanted)[wanted.id] == together[wanted.id]
+
+
+def test_a_burst_beside_a_stream_changes_no_token():
+    generator = torch.Generator().manual_seed(7)
+    ids = [torch.randint(1, CONFIG.vocab_size, (512,), generator=generator).tolist() for _ in range(7)]
+    stream, *burst = [request(f"r{n}", each, max_tokens=24, temperature=0.0) for n, each in enumerate(ids)]
+    loop, _ = engine_of(deterministic=True, token_budget=BURST_TOKENS)
+    for kind in loop.runner.step_kinds():
+        if isinstance(kind.shape, MixedShape) and kind.shape.n_tokens == BURST_TOKENS:
+            loop.runner.capture(kind)
+    assert loop.runner.n_graphs == 1
+    loop.submit(stream, 0.0)
+    deltas = [delta for _ in range(4) for delta in loop.step(0.0)]
+    assert deltas, "it decodes"
+    for one in burst:
+        loop.submit(one, 0.0)
+    while loop.busy:
+        deltas += loop.step(0.0)
+    alone, _ = engine_of(deterministic=True, graphs=False, steps_in_flight=1)
+    for one in (stream, *burst):
+        assert tokens([delta for delta in deltas if delta.id == one.id]) == run(alone, one)[one.id]
 
 
 @pytest.mark.parametrize("graphs", [True, False])
