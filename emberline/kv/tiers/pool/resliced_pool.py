@@ -11,10 +11,10 @@ from functools import lru_cache
 
 import msgspec
 
+from emberline.kv.kv_events import TierChanges
 from emberline.kv.slices import copy, runs
 from emberline.kv.tiers.pool.pool_tier import PoolTier
 from emberline.kv.tiers.tier import BlockId, TierStats, layout_tag
-from emberline.kv.tiers.tier_events import TierChanges
 from emberline.protocol.block_hash import BLOCK_TOKENS, KVGroup
 
 MAX_PARTS = 8  # into which heads and tokens are divided
