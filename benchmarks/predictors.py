@@ -76,7 +76,7 @@ def measure(folder: Path, n_requests: int) -> dict[str, Any]:
     push = [*emberline, "push", str(project), "--data-dir", str(home), "--fetch-from", "huggingface.co"]
     subprocess.run(push, check=True, stdout=subprocess.DEVNULL)
     (manifest,) = PredictorVersions(home).list("@me/echo")
-    ports = _free_port(), _free_port()
+    ports = free_port(), free_port()
     began_s = time.monotonic()
     server = subprocess.Popen(
         [*emberline, "serve", "@me/echo", "--port", str(ports[0]), "--data-dir", str(home)],
@@ -90,20 +90,20 @@ def measure(folder: Path, n_requests: int) -> dict[str, Any]:
             http.client.HTTPConnection("127.0.0.1", ports[0]),
             http.client.HTTPConnection("127.0.0.1", ports[1]),
         )
-        _wait(ours, path, INPUT)
+        wait_until_served(ours, path, INPUT)
         first_s = time.monotonic() - began_s
-        _wait(theirs, "/predictions", {"input": INPUT})
+        wait_until_served(theirs, "/predictions", {"input": INPUT})
         times: tuple[list[float], list[float]] = ([], [])
         for _ in range(n_requests):
-            times[0].append(_ask(ours, path, INPUT))
-            times[1].append(_ask(theirs, "/predictions", {"input": INPUT}))
+            times[0].append(ask(ours, path, INPUT))
+            times[1].append(ask(theirs, "/predictions", {"input": INPUT}))
             time.sleep(PAUSE_S)
         alone.terminate()
         alone.wait()
         loaded = _memory_of(manifest.folders[0])
-        _ask(ours, "/api/models/unload", {"model": "@me/echo"})
+        ask(ours, "/api/models/unload", {"model": "@me/echo"})
         left = _memory_of(manifest.folders[0])
-        return_s = _ask(ours, path, INPUT)
+        return_s = ask(ours, path, INPUT)
         medians = [1000 * statistics.median(each) for each in times]
         return {
             "emberline_p50_ms": medians[0],
@@ -136,7 +136,7 @@ def _cog_server(manifest: Manifest, source: Path, port: int) -> "subprocess.Pope
     return subprocess.Popen(command, cwd=source, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
-def _ask(connection: http.client.HTTPConnection, path: str, body: dict[str, Any]) -> float:
+def ask(connection: http.client.HTTPConnection, path: str, body: dict[str, Any]) -> float:
     """Seconds of one request that succeeds."""
     began_s = time.perf_counter()
     connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
@@ -146,11 +146,12 @@ def _ask(connection: http.client.HTTPConnection, path: str, body: dict[str, Any]
     return time.perf_counter() - began_s
 
 
-def _wait(connection: http.client.HTTPConnection, path: str, body: dict[str, Any]) -> None:
+def wait_until_served(connection: http.client.HTTPConnection, path: str, body: dict[str, Any]) -> None:
+    """Ask until a request succeeds. Raises the last failure after START_S."""
     end_s = time.monotonic() + START_S
     while True:
         try:
-            _ask(connection, path, body)
+            ask(connection, path, body)
             return
         except (OSError, http.client.HTTPException, AssertionError):
             connection.close()
@@ -169,7 +170,8 @@ def _memory_of(environment: str) -> int:
     return n_bytes
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A TCP port that nobody listens at."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         return int(free.getsockname()[1])
 

@@ -104,14 +104,11 @@ class _Connection(http.client.HTTPConnection):
             raise ConnectionRefusedError("the predictor's relay sent something else than a connection")
         self.sock.settimeout(self.timeout)
 
-    def post(self, body: bytes, accept: bytes) -> http.client.HTTPResponse:
+    def post(self, body: bytes, accept: bytes) -> None:
         """Ask for a prediction. Sends head and body in one piece: the server wakes up once."""
         if self.sock is None:
             self.connect()
         self.sock.sendall(_POST % (accept, len(body)) + body)
-        response = http.client.HTTPResponse(self.sock, method="POST")
-        response.begin()
-        return response
 
 
 class CogServer:
@@ -211,16 +208,20 @@ class CogServer:
         limit_s: float,
         on_output: Callable[[bytes], None] | None,
         context: bytes = b"",
+        on_sent: Callable[[], None] = lambda: None,
     ) -> Prediction:
         """Compute a prediction. `on_output` gets each output as it comes, where the predictor streams. `context`: a
-        JSON object for its scope.
+        JSON object for its scope. `on_sent` is called when the predictor's server has the input.
 
         Raises an EmberlineError: BadInput for what the predictor's schema refuses, PredictorCrashed if its process is
         gone, Cancelled, DeadlineExceeded, and PredictionFailed with the predictor's own error message."""
         body = b'{"id":"%s","input":%s,"context":%s}' % (name.encode(), given, context or b"{}")
         connection = self._connection(limit_s)
         try:
-            response = connection.post(body, b"application/json" if on_output is None else b"text/event-stream")
+            connection.post(body, b"application/json" if on_output is None else b"text/event-stream")
+            on_sent()
+            response = http.client.HTTPResponse(connection.sock, method="POST")
+            response.begin()
             if on_output is not None and response.status == 200:
                 end_s = time.monotonic() + limit_s
                 finished = self._finished(self._stream(response, on_output, end_s))

@@ -52,6 +52,7 @@ class _Waiting:
     is_started: bool = False  # a thread has it
     began_s: float = 0.0  # monotonic; 0: it waits for a slot
     ended_s: float = 0.0
+    is_told: bool = False  # the core knows that it runs
     is_over: bool = False  # its thread has the result
 
     @property
@@ -192,7 +193,6 @@ class PredictionLoop(RequestLoop[_Waiting]):
         item.began_s = time.monotonic()
         if self._requests.get(request.id) is not item or self._crash:  # aborted while it waited
             return
-        self._tell(item, TokenDelta(request.id, usage=item.usage()))
         on_output = None
         if item.params.stream:
 
@@ -231,9 +231,16 @@ class PredictionLoop(RequestLoop[_Waiting]):
         if not item.params.input:
             return self._server.check()
         end_s = time.monotonic() + CANCEL_S
+        request, params = item.request, item.params
+
+        def on_sent() -> None:  # the core's part of a begin runs while the predictor computes
+            if not item.is_told:
+                item.is_told = True
+                self._tell(item, TokenDelta(request.id, usage=item.usage()))
+
         while True:
             try:
-                return self._server.predict(item.request.id, item.params.input, limit_s, on_output, item.params.context)
+                return self._server.predict(request.id, params.input, limit_s, on_output, params.context, on_sent)
             except Overloaded:
                 if time.monotonic() > end_s:
                     raise

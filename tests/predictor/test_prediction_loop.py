@@ -32,8 +32,11 @@ class HeldServer:
         self.cancelled: list[str] = []
         self.may_end = threading.Event()
 
-    def predict(self, name: str, given: bytes, limit_s: float, on_output: Any, context: bytes = b"") -> Prediction:
+    def predict(
+        self, name: str, given: bytes, limit_s: float, on_output: Any, context: bytes, on_sent: Callable[[], None]
+    ) -> Prediction:
         self.begun.append(name)
+        on_sent()
         self.may_end.wait(60)
         return Prediction()
 

@@ -212,6 +212,9 @@ async def test_a_predictor_that_misbehaves_costs_its_own_request(
         failed = await failing
         assert re.search(message, failed.text), failed.text
         assert failed.status_code == {"fork": 200, "hang": 408}.get(act, 500), failed.text
+        if act != "fork":
+            log = (tmp_path / "home" / "predictors" / "bad" / "v1" / "logs" / "log").read_text()
+            assert re.search(rf"prediction \S+ failed: .*({message})", log), log
         if act in ("crash", "leak"):
             await until(lambda: server.problem("bad"))
             assert re.search(message, await server.problem("bad"))
@@ -293,6 +296,8 @@ async def test_a_setup_that_fails_says_why_in_the_reply(versions: PredictorVersi
         assert "setup did not end within 2 s" in await server.error("endless", text="x")
         assert (await server.states())["@me/broken"] == "failed"
         assert "no weights here" in await server.problem("broken")
+        for name, reason in (("broken", "no weights here"), ("endless", "did not end within 2 s")):
+            assert reason in (tmp_path / "home" / "predictors" / name / "v1" / "logs" / "log").read_text()
         assert "setup did not end within 2 s" in await server.problem("endless")
         assert await server.problem("good") == ""
 
