@@ -81,13 +81,14 @@ class Row(msgspec.Struct, gc=False, array_like=True):
 class Columns:
     """Rows of sequences that decode: each computes one token and samples the next."""
 
-    __slots__ = ("cells",)
+    __slots__ = ("cells", "n")
 
     def __init__(self, cells: Ints) -> None:
-        self.cells = cells  # int32 [BLOCKS + 2 * groups, rows]
+        self.cells = cells  # int32 [BLOCKS + 2 * groups, n]
+        self.n: int = cells.shape[1]
 
     def __len__(self) -> int:
-        return len(self.cells[0])
+        return self.n
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Columns) and np.array_equal(self.cells, other.cells)
@@ -151,7 +152,7 @@ class StepPlan:
     @property
     def n_rows(self) -> int:
         """Number of rows."""
-        return len(self.columns) + len(self.others)
+        return self.columns.n + len(self.others)
 
     @property
     def rows(self) -> list[Row]:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from math import inf
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -33,6 +34,7 @@ from emberline.protocol.request import EngineRequest
 COMPILE_POLL_S = 0.001  # between looks at a grammar that is being compiled
 MAX_DRAIN_S = 86_400.0
 _RECV_BYTES = 256 << 10
+_token_ids = attrgetter("token_ids")
 
 _log = logging.getLogger(__name__)
 
@@ -539,7 +541,7 @@ class Server:
             changed = connection.subscribed and load != before
             if not connection.deltas and not changed and load.steps == (before.steps if before is not None else 0):
                 continue  # nothing advances: no heartbeat
-            connection.n_sent += sum([len(delta.token_ids) >> 2 for delta in connection.deltas])
+            connection.n_sent += sum(map(len, map(_token_ids, connection.deltas))) >> 2
             frame = frames.encode(frames.Step(connection.deltas, load, connection.n_sent))
             connection.deltas, connection.reported_s, connection.reported_load = [], now_s, load
             self._send_or_close(connection, frame)

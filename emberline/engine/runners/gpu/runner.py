@@ -165,7 +165,7 @@ class GpuRunner:
         self._padded: dict[StepKind, StepKind] = {}  # kinds that are not captured, and the captured one to use instead
         self._typical = False  # the last step was replayed in its own shape: others like it take as long
         self._pads = graphs
-        self._sharing: tuple[list[int], int] | None = None  # the rows last searched, and Slots.n_admitted then
+        self._sharing: tuple[bytes, int] | None = None  # the rows last searched, and Slots.n_admitted then
         self._shared: SharedPrefix | None = None
 
     @property
@@ -470,8 +470,8 @@ class GpuRunner:
         """Whether decode rows share a prefix worth cascade attention; searched again only when other rows decode."""
         if not self._block_bytes or batch.n_decodes < MIN_SHARING:
             return False
-        slots = batch.packet[0].tolist()
-        key = slots, self._slots.n_admitted
+        slots = batch.packet[0]
+        key = slots.tobytes(), self._slots.n_admitted
         if key != self._sharing:
             self._sharing = key
             n_full = batch.packet[1] // 16

@@ -98,8 +98,8 @@ class Upload:
     def send(self, n_words: int, to: Tensor) -> Tensor:
         """Queue the copy of the filled buffer; returns the device tensor."""
         source = self._buffers[self._next]
-        target = to if n_words == len(to) else to[:n_words]  # a slice takes the host as long as a short copy
-        target.copy_(source if n_words == len(source) else source[:n_words], non_blocking=True)
+        target = to if n_words == to.numel() else to[:n_words]  # a slice takes the host as long as a short copy
+        target.copy_(source if n_words == source.numel() else source[:n_words], non_blocking=True)
         self._read[self._next].record()
         self._used[self._next] = True
         self._next = (self._next + 1) % len(self._buffers)
