@@ -4,7 +4,6 @@ A chat is a document of the page that saved it, which the server does not read. 
 through are kept with it. A saved chat replaces the one with the same id, whichever tab was last.
 """
 
-import asyncio
 import time
 from collections.abc import Callable
 
@@ -12,12 +11,11 @@ import msgspec
 
 from emberline.protocol.errors import BadInput, Conflict, NotFound
 from emberline.store import Database, Query, Transaction
-from emberline.store.database import decode_row
+from emberline.store.database import SEARCH_S, Value, decode_row, search_rows
 
 MAX_CHATS = 2000  # of an account
 MAX_BYTES = 256 << 20  # of all chats of an account
 MAX_WORDS = 16  # of a search: each may read all texts
-SEARCH_S = 3.0  # the longest time of a search, the wait for other reports included
 
 _COLUMNS = "id, title, updated_us, n_bytes"
 
@@ -100,13 +98,8 @@ class SavedChats:
             where += " AND (updated_us, id) < (SELECT updated_us, id FROM saved_chats WHERE account = ? AND id = ?)"
             values += [account, before]
         sql = f"SELECT {_COLUMNS} FROM saved_chats WHERE {where} ORDER BY updated_us DESC, id DESC LIMIT ?"
-        look = self._store.report if terms else self._store.read
-        try:
-            async with asyncio.timeout(self._search_s if terms else None):
-                rows = await look(sql, (*values, limit))
-        except TimeoutError:
-            message = f"the search took more than {self._search_s:g} s and was stopped: search for fewer or other words"
-            raise BadInput(message, param="q") from None
+        params: tuple[Value, ...] = (*values, limit)
+        rows = await (search_rows(self._store, sql, params, self._search_s) if terms else self._store.read(sql, params))
         return [decode_row(ChatSummary, _COLUMNS, row) for row in rows]
 
     async def rename(self, account: str, chat_id: str, title: str) -> ChatSummary:

@@ -16,7 +16,7 @@ from emberline.net.periodic import every, stop
 from emberline.protocol.errors import EmberlineError
 from emberline.protocol.gateway import GatewaySettings
 from emberline.store import BulkQuery, Database
-from emberline.store.database import Rows, Value, decode_row
+from emberline.store.database import Rows, Value, decode_row, search_rows
 
 FLUSH_S = 0.25
 MAX_GROUP = 500  # rows of one write
@@ -243,8 +243,8 @@ async def search(store: Database, account: str, gateway: str, wanted: LogFilter)
         bare = _like(f"{msgspec.json.encode(key).decode()}:{text}")  # a number or a boolean
         add(f"({like} OR {like} OR {like})", f"%{plain}%", f"%{bare},%", f"%{bare}}}")
     if wanted.text:
-        text = f"%{_like(wanted.text)}%"
-        add("(request LIKE ? ESCAPE '!' OR response LIKE ? ESCAPE '!')", text, text)
+        lacks = "replace(lower({0}), lower(?), '') = lower({0})"  # LIKE begins anew at each character of a long text
+        add(f"NOT ({lacks.format('request')} AND {lacks.format('response')})", wanted.text, wanted.text)
     if wanted.before is not None:
         created_us, log_id = wanted.before
         add("(created_us < ? OR (created_us = ? AND id < ?))", created_us, created_us, log_id)
@@ -252,7 +252,9 @@ async def search(store: Database, account: str, gateway: str, wanted: LogFilter)
     sql = (
         f"SELECT {columns} FROM gateway_logs WHERE {' AND '.join(conditions)} ORDER BY created_us DESC, id DESC LIMIT ?"
     )
-    rows: Rows = await store.report(sql, (*values, wanted.limit))
+    looks_through = bool(wanted.text) or wanted.metadata is not None
+    values.append(wanted.limit)
+    rows: Rows = await (search_rows(store, sql, values) if looks_through else store.report(sql, values))
     return [decode_row(LogRow, columns, row) for row in rows]
 
 

@@ -21,6 +21,7 @@ T = TypeVar("T")
 
 
 REPORT_S = 60.0  # the longest time of a report
+SEARCH_S = 3.0  # the same of a search by a client's words
 
 
 class Sql(str):
@@ -122,6 +123,18 @@ def in_order(statements: Sequence[Statement]) -> Transaction[list[Rows]]:
 def decode_row(kind: type[T], columns: str, row: Row) -> T:
     """The msgspec struct whose fields are the row's columns ("id, account, …")."""
     return msgspec.convert(dict(zip(columns.split(", "), row, strict=True)), kind)
+
+
+async def search_rows(store: Database, sql: str, params: Sequence[Value], limit_s: float = SEARCH_S) -> Rows:
+    """Run a report that looks for a client's words, who may choose words and texts that take long to compare.
+
+    Raises BadInput if it takes longer than `limit_s`, the wait for other reports included."""
+    try:
+        async with asyncio.timeout(limit_s):
+            return await store.report(sql, params)
+    except TimeoutError:
+        message = f"the search took more than {limit_s:g} s and was stopped: search for fewer or other words"
+        raise BadInput(message) from None
 
 
 def report_too_slow(limit_s: float) -> BadInput:
