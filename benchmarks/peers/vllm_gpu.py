@@ -117,6 +117,7 @@ def offline(out: Path, folder: str, only: list[str], repeats: int, limit_s: floa
         figures[name] = figure
         out.write_text(json.dumps(figures, indent=1))
 
+    has_experts = "experts" in Path(folder, "config.json").read_text()
     if generated:
         measure("weights", llm.collective_rpc("weights_from")[0])
     generate([some(64), some(64)], 8)
@@ -125,7 +126,7 @@ def offline(out: Path, folder: str, only: list[str], repeats: int, limit_s: floa
             if time.perf_counter() - began > limit_s:
                 break
             measure("workloads", figures.get("workloads", {}) | {name: [single(name) for _ in range(repeats)]})
-            if name[1:].isdigit():
+            if has_experts and name[0] == "b":
                 measure("touched", figures.get("touched", {}) | {name: touched(int(name[1:]))})
     else:
         for batch in (1, 8, 32, 64, 128, 256):
