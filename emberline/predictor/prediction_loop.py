@@ -4,6 +4,7 @@ It takes the place of the step loop of an engine: the worker's socket server dri
 up by the next step, for which they wake the socket server.
 """
 
+import errno
 import logging
 import os
 import threading
@@ -39,6 +40,7 @@ EXPECTED_S = 1.0  # of a prediction, until one has ended
 MEAN_SHARE = 0.2  # of the latest prediction in the mean of their seconds
 CANCEL_S = 10.0  # for a prediction to end once it was cancelled; then the server is killed
 
+_NO_SPACE = os.strerror(errno.ENOSPC)
 _log = logging.getLogger(__name__)
 
 
@@ -83,6 +85,7 @@ class PredictionLoop(RequestLoop[_Waiting]):
         self._threads: set[Future[None]] = set()  # the busy ones
         self._found: deque[tuple[_Waiting, TokenDelta]] = deque()  # by threads
         self._crash = ""
+        self._full = ""  # why the server starts again once no prediction runs; empty: it need not
         self._cancelled: dict[str, float] = {}  # predictions that clients have given up, and since when
         self._mean_s = 0.0  # of a prediction, the latest ones counting most; 0: none has ended
         self._lock = threading.Lock()
@@ -105,7 +108,7 @@ class PredictionLoop(RequestLoop[_Waiting]):
     def _start_next(self) -> None:
         """Hand waiting predictions, in order, to the threads that are free. The threads have no queue of their own: it
         would keep the inputs of predictions that were aborted."""
-        while len(self._threads) < self._manifest.slots:
+        while len(self._threads) < self._manifest.slots and not self._full:
             item = next((each for each in self._requests.values() if not each.is_started), None)
             if item is None:
                 return
@@ -173,6 +176,8 @@ class PredictionLoop(RequestLoop[_Waiting]):
         self.computed_tokens += 1
         with self._lock:
             stuck = [name for name, since_s in self._cancelled.items() if now_s > since_s + CANCEL_S]
+        if self._full and not any(item.is_started for item in self._requests.values()):
+            self._crash = self._crash or self._full
         if stuck and not self._crash:
             self._crash = "a prediction that was cancelled goes on"
         if self._crash:
@@ -211,6 +216,8 @@ class PredictionLoop(RequestLoop[_Waiting]):
             item.ended_s = time.monotonic()
             if isinstance(error, PredictorCrashed):
                 self._crash = error.message
+            elif _NO_SPACE in error.message:  # files of earlier predictions stay in its scratch space
+                self._full = f"{error.message}; its scratch space is emptied"
             self._server.log.add(f"prediction {request.id} failed: {error.message}")
             delta = TokenDelta(request.id, finish="error", usage=item.partial_usage(), error=error.info())
         except Exception:

@@ -9,12 +9,17 @@ inside find an HTTP proxy at PROXY_PORT, which is the Unix socket PROXY outside,
 
 import asyncio
 import contextlib
+import glob
+import os
 import signal
 import socket
 import sys
+import time
 
 CHUNK_BYTES = 256 << 10
 CONNECT_S = 5.0
+SWEEP_S = 5.0  # between two looks for outputs that were sent
+SENT_S = 10.0  # the age of such an output: Cog's server reads it as soon as it is written
 
 
 async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -50,6 +55,17 @@ async def join_proxy(inner: asyncio.StreamReader, inner_writer: asyncio.StreamWr
     outer_writer.close()
 
 
+async def sweep() -> None:
+    """Remove large outputs that Cog's server has sent: it writes them to files in the scratch space and leaves them."""
+    scratch = os.environ.get("TMPDIR", "/tmp")
+    while True:
+        await asyncio.sleep(SWEEP_S)
+        for path in glob.glob(f"{scratch}/coglet/predictions/*/outputs/spill_*"):
+            with contextlib.suppress(OSError):
+                if time.time() - os.stat(path).st_mtime > SENT_S:
+                    os.unlink(path)
+
+
 def open_listener(given: str) -> "tuple[socket.socket, socket.socket | None]":
     """The listening socket, and the connection that it came over. None if this process inherited it."""
     if given.isdigit():
@@ -81,7 +97,9 @@ async def main() -> int:
 
         loop.add_reader(control, on_end)
     loop.add_reader(listener, join, listener, port)
+    sweeping = asyncio.ensure_future(sweep())
     status = await process.wait()
+    sweeping.cancel()
     loop.remove_reader(listener)
     return status if status >= 0 else 128 - status
 

@@ -215,7 +215,7 @@ async def test_a_predictor_that_misbehaves_costs_its_own_request(
         if act != "fork":
             log = (tmp_path / "home" / "predictors" / "bad" / "v1" / "logs" / "log").read_text()
             assert re.search(rf"prediction \S+ failed: .*({message})", log), log
-        if act in ("crash", "leak"):
+        if act in ("crash", "leak", "fill"):
             await until(lambda: server.problem("bad"))
             assert re.search(message, await server.problem("bad"))
 
