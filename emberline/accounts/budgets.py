@@ -57,7 +57,7 @@ class Budget(msgspec.Struct, frozen=True):
 
 
 class Allowance:
-    """This core's share of one budget in one period. Transactions on it run one after another."""
+    """The share of this core in one budget in one period. Transactions on it run one after another."""
 
     __slots__ = (
         *("cap_pico", "extending", "granted_pico", "is_lost", "key", "lease", "lock", "reserved_pico", "spent_pico"),

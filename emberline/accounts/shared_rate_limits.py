@@ -72,7 +72,7 @@ class Granted(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Share:
-    """This core's holdings of one scope."""
+    """Tokens and slots of one scope that this core holds."""
 
     def __init__(self, limit: RateLimit, now_s: float) -> None:
         self.limit = limit

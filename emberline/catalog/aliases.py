@@ -99,7 +99,7 @@ class AliasTable(msgspec.Struct, frozen=True, dict=True):
         return AliasTable({key: alias for key, alias in self.aliases.items() if key != name.lower()})
 
     def _reachable(self, name: str) -> set[str]:
-        """What an alias leads to, in lower case."""
+        """Names that an alias leads to, in lower case."""
         found, open_names = set[str](), [name.lower()]
         while open_names:
             alias = self.aliases.get(open_names.pop())
@@ -109,7 +109,7 @@ class AliasTable(msgspec.Struct, frozen=True, dict=True):
         return found
 
     def _depth(self, name: str) -> int:
-        """Of the longest chain of aliases from here. Call without cycles only."""
+        """Length of the longest chain of aliases from here. Call it only if there are no cycles."""
         level, depth = {name.lower()}, 0
         while level := {key for key in level if key in self.aliases}:
             level = {target.lower() for key in level for target in self.aliases[key].targets}

@@ -1,4 +1,4 @@
-"""What every download shares: progress by the size of what was written, the errors, and disk space."""
+"""Parts that every download shares: progress by the size of what was written, errors, and disk space."""
 
 import errno
 import shutil

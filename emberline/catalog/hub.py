@@ -57,7 +57,7 @@ def parse(spec: str) -> HubSource:
 
 
 def spec_of(source: HubSource) -> str:
-    """What `parse` reads."""
+    """Text form of the source, which `parse` reads."""
     revision = f"@{source.revision}" if source.revision else ""
     return f"hf:{source.repo}{revision}" + (f"/{source.file}" if source.file else "")
 

@@ -1,4 +1,4 @@
-"""Whether a model's files are still those that were pulled: by their sha256, computed once per change of a file.
+"""Checks that a model's files are still those that were pulled, by their sha256, computed once per change of a file.
 
 A file that has kept its size, time of change and inode is taken for unchanged: to hash gigabytes at every start would
 take longer than to load them.

@@ -79,7 +79,7 @@ class WheelSource(msgspec.Struct, frozen=True, tag="wheel"):
 
     @property
     def path(self) -> str:
-        """What is served, relative to the model's folder: the only file, or the folder."""
+        """Path of what is served, relative to the model's folder: the only file, or the folder."""
         return next(iter(self.files)) if len(self.files) == 1 else "."
 
 

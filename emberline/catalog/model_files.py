@@ -1,4 +1,4 @@
-"""What a model's files tell without an engine: its tokenizer, its vocabulary, context and fingerprint."""
+"""Reads what a model's files tell without an engine: its tokenizer, its vocabulary, context and fingerprint."""
 
 from pathlib import Path
 
@@ -49,7 +49,7 @@ def read_text(files: ModelFiles, foreign: RendererFactory = LocalRenderer) -> To
 
 
 def read_info(files: ModelFiles) -> EngineInfo:
-    """What an engine would tell of the model. Its context may turn out smaller: the KV cache has to hold it."""
+    """The information that an engine would give. The context may turn out smaller: the KV cache has to hold it."""
     if (predictor := files.card.predictor) is not None:
         return predictor_info(files.card.id, predictor.digest, predictor.slots)
     try:

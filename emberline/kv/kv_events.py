@@ -41,7 +41,7 @@ class TierChanges:
         self._wake()
 
     def watch(self) -> list[KVEvents]:
-        """What the tier holds; from now on `take` returns the changes, of which some may be told already."""
+        """Blocks that the tier holds. From now on `take` returns the changes, of which some may be included here."""
         with self._lock:
             self._watched, self._reset = True, False
         first, *others = _frames_of([key for key, tag in self._held() if tag == self._tag]) or [b""]

@@ -43,7 +43,7 @@ class Taps(Protocol):
         """Numbers of layers, ascending. The number of all stands for the end of the last one."""
 
     def take(self, n: int, residual: Tensor) -> None:
-        """What enters layer taps[n]: [tokens, hidden], valid during the call."""
+        """Input of layer taps[n]: [tokens, hidden], valid during the call."""
 
     def end(self, step: StepInputs) -> None:
         """All layers ran, the logits are still to be computed: but for the residual the backend's memory is free."""
@@ -202,7 +202,7 @@ class Decoder:
             return self._logits(step, x) if self._is_last else x
 
     def forward_tapped(self, step: StepInputs, kv: list[Tensor], taps: tuple[int, ...]) -> tuple[Tensor, list[Tensor]]:
-        """As `forward`, and the hidden states of all tokens before each layer in `taps` (ascending): [tokens, hidden].
+        """Run `forward`. Returns also the hidden states of all tokens before each layer in `taps`, in order: [tokens, hidden].
 
         They are what a drafter reads that was trained on them. The number of layers stands for the end of the last one.
         In a pipeline each stage passes on those of the stages before with its own: the last one returns all.

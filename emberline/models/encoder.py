@@ -1,4 +1,4 @@
-"""What encoders have in common: a packed batch of texts in, one vector or one row of logits for each text out."""
+"""Base of encoders: a packed batch of texts in, one vector or one row of logits for each text out."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ class EncoderModel(Protocol):
         ...
 
     def logits(self, first: Tensor) -> Tensor:
-        """Of the labels, from the hidden states of each text's first token: float32 [texts, labels]."""
+        """Logits of the labels, from the hidden states of each text's first token: float32 [texts, labels]."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""What an architecture builds a layer from: the checkpoint's tensors of that layer, loaded into a backend by name."""
+"""Tensors that an architecture builds a layer from, loaded from the checkpoint into a backend by name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class CheckpointSource(Protocol):
-    """What a model needs of a checkpoint. See `emberline.weights.checkpoint.Checkpoint`."""
+    """The part of a checkpoint's interface that a model needs. See `emberline.weights.checkpoint.Checkpoint`."""
 
     @property
     def config(self) -> Any: ...
@@ -51,7 +51,7 @@ class LayerWeights:
             raise BadCheckpoint(f"layer {self.number}: {error}") from None
 
     def same_format(self, *names: str) -> bool:
-        """Whether tensors have the same shape and format."""
+        """True if the tensors have the same shape and format."""
         formats = {(w.shape, getattr(w, "kind", None), getattr(w, "group", 0)) for w in self._sources(names)}
         return len(formats) == 1
 

@@ -14,7 +14,7 @@ from emberline.weights.rank_checkpoint import Rank, RankCheckpoint
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Its place in the layout, the layers of every stage, and the groups through which it talks to other ranks."""
+    """A rank's place in the layout, the layers of every stage, and the groups through which it talks to other ranks."""
 
     layout: Layout
     position: Position
@@ -27,7 +27,7 @@ class Shard:
         cls, config: ModelConfig, layout: Layout, position: Position, groups: ParallelGroups,
         stages: StageSplit | None = None,
     ) -> "Shard":  # fmt: skip
-        """Of a model's configuration; BadInput where the layout does not divide it."""
+        """The shard of a model's configuration. Raises BadInput if the layout does not divide it."""
         check_layout(config, layout)
         stages = stages or StageSplit.even(config.n_layers, layout.pp)
         stages.check(config.n_layers, layout.pp)
@@ -49,7 +49,7 @@ class Shard:
 
     @property
     def rank(self) -> Rank:
-        """Of those that divide the stage's layers."""
+        """The process's rank among those that divide the stage's layers."""
         return Rank(self.position.tp_rank, self.layout.tp)
 
     @property
@@ -57,12 +57,12 @@ class Shard:
         return TokenShare(self.position.tp_rank % self.layout.dcp, self.layout.dcp)
 
     def checkpoint(self, source: Any) -> RankCheckpoint:
-        """What the rank reads of a model's `weights.checkpoint.Checkpoint`."""
+        """The rank's view of a model's `weights.checkpoint.Checkpoint`."""
         return RankCheckpoint(source, self.rank, "expert" if self.layout.ep else "width", self.layers)
 
     @property
     def first_kv_head(self) -> int:
-        """Of its KV heads, among the model's."""
+        """Index of the rank's first KV head among the model's."""
         return 0 if self.n_kv_heads == 1 else self.rank.kv_heads(self.n_kv_heads)[0]
 
     def vocabulary(self, size: int) -> list[int]:

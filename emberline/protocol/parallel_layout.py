@@ -53,7 +53,7 @@ class Layout(msgspec.Struct, frozen=True):
 
     @property
     def sampling_rank(self) -> int:
-        """Whose samples count: the first of the last stage, which in a pipeline tells rank 0."""
+        """The rank whose samples count: the first of the last stage, which in a pipeline tells rank 0."""
         return self.stage_ranks(self.pp - 1)[0]
 
     def check(self) -> None:

@@ -42,7 +42,7 @@ class Coefficients(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return self.step_s + self.row_s * n_decoding + self.context_s * context
 
     def chunk_s(self, n_tokens: int, start: int) -> float:
-        """What a prefill chunk after the prompt's first `start` tokens adds to a step."""
+        """Seconds that a prefill chunk after the prompt's first `start` tokens adds to a step."""
         tiled = -(-n_tokens // self.tile) * self.tile
         return self.token_s * tiled + self.pair_s * n_tokens * (start + n_tokens / 2)
 

@@ -56,12 +56,12 @@ class ElasticFleet:
         return sum(node.state in states for node in self.nodes.values())
 
     def gpu_s(self, start_s: float, end_s: float) -> float:
-        """Of one GPU a node, between two times; nodes that start or drain included."""
+        """GPU seconds of all nodes between two times, one GPU a node. Nodes that start or drain count."""
         spans = (min(end_s, node.ended_s) - max(start_s, node.ordered_s) for node in self.nodes.values())
         return sum(max(0.0, span) for span in spans)
 
     def served_s(self, name: str, start_s: float, end_s: float) -> float:
-        """That the node was there for requests, between two times; time in which it was lost included."""
+        """Seconds between two times in which the node was there for requests. Time in which it was lost counts."""
         node = self.nodes[name]
         return max(0.0, min(end_s, node.ended_s) - max(start_s, node.ready_s))
 
@@ -91,7 +91,7 @@ class ElasticFleet:
             self._clock.at(self._clock.now_s, self._emptied, node)
 
     def fail(self, name: str, down_s: float) -> None:
-        """It dies if it runs, and is back with an empty cache."""
+        """Kill a node if it runs. It comes back with an empty cache after down_s."""
         node = self.nodes[name]
         if node.state == "running" and node.next_role is None:
             self._become(node, "lost")

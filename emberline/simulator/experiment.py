@@ -142,7 +142,7 @@ class SimulationResult:
         ]
 
     def ttft_s(self) -> list[float]:
-        """Of every request, in order; for one without a first token, how long it has waited."""
+        """Time to first token of every request, in order. For one without a first token, how long it has waited."""
         return [(r.first_token_s if r.first_token_s >= 0 else self.now_s) - r.arrival_s for r in self.requests]
 
     def min_ttft_s(self) -> list[float]:

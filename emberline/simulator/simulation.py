@@ -194,7 +194,7 @@ class _Simulation:
         )
 
     def _replay_history(self, starts: list[tuple[int, SessionStart]]) -> list[tuple[SimRequest, SimWorker]]:
-        """What sessions sent before time 0 is cached, each session's on one worker, all of it when its last turn ended.
+        """Cache what sessions sent before time 0, each session's on one worker, all of it when its last turn ended.
         Returns the last request of each session that goes on, and its worker."""
         config, workers = self._config, self._fleet.workers
         past = [(number, start) for number, start in starts if -config.history_s <= start.past_s < 0]
@@ -275,7 +275,7 @@ def _segment(start: SessionStart, segment: int) -> int:
 
 
 def _segments_before(session: TraceSession, turn: int) -> list[Segment]:
-    """Of all turns before that one."""
+    """Segments of all turns before that one."""
     return [*{s: n for before in session.turns[:turn] for s, n in zip(before.path, before.lengths)}.items()]
 
 

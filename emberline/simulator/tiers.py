@@ -78,7 +78,7 @@ class SimTier:
             self._evict()
 
     def outlives(self, n_after: int) -> bool:
-        """Whether what was stored before so many blocks may still be there: they need not all be different."""
+        """True if what was stored before `n_after` blocks may still be there: those need not all be different."""
         return n_after < SAFE_FILLS * self._capacity
 
     def use(self, path: Sequence[int], n_shared: int, conversation: Conversation | None) -> None:
@@ -149,7 +149,7 @@ class WorkerTiers:
             tier.store(segments, conversation, self._worker, self._block_bytes)
 
     def remember(self, segments: Sequence[Segment], conversation: Conversation | None, n_after: int) -> None:
-        """They were stored before the simulation began, and so many blocks after them."""
+        """Store segments as of before the simulation began, with n_after blocks stored after them."""
         for tier in self.tiers:
             if tier.spec.shared or tier.outlives(n_after):
                 tier.store(segments, conversation, self._worker)

@@ -123,8 +123,8 @@ class SimWorker:
         return own[-1].present(segment) if own else self.cache.present(segment)
 
     def remember(self, request: SimRequest, superseded: Sequence[Segment], n_after: int) -> None:
-        """It answered the request before the simulation began, and has what it would have stored, with segments of
-        earlier turns that the request no longer contains; then it stored n_after blocks of other requests."""
+        """Store what the worker would have stored by answering the request before the simulation began, with segments
+        of earlier turns that the request no longer contains. After it came n_after blocks of other requests."""
         seq = SimSequence(request, 0, request.n_prompt, request.n_output)
         prompt = [*zip(request.path, request.lengths)]
         self._begin_turn(seq, self.cache.match(request.path, request.lengths)[0])
@@ -159,7 +159,7 @@ class SimWorker:
 
     @property
     def prefill_rate(self) -> float:
-        """As the engine reports it; 0: not measured yet."""
+        """Prefill rate as the engine reports it. 0 if not measured yet."""
         return self._prefill_rate
 
     def decode_rate(self, interval_s: float) -> float:

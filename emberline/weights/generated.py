@@ -55,7 +55,7 @@ def generated_config(document: dict[str, Any]) -> ModelConfig:
 
 
 class FileFormat(NamedTuple):
-    """What the tensors of the checkpoint's files follow from."""
+    """Settings that the tensors of the checkpoint's files follow from."""
 
     document: dict[str, Any]
     config: ModelConfig
@@ -85,7 +85,7 @@ def _generate(name: str, shape: Shape, file_format: FileFormat, pools: "Pools") 
 
 
 def _is_matrix(name: str, shape: Shape) -> bool:
-    """Whether a quantized checkpoint may have it as codes."""
+    """True if a quantized checkpoint may store the tensor as codes."""
     return len(shape) == 2 and not name.startswith("token_embd") and ".ffn_gate_inp." not in name
 
 
@@ -126,7 +126,7 @@ def scheme_of(module: str, document: dict[str, Any]) -> Scheme | None:
 
 
 def _names(pattern: str, module: str) -> bool:
-    """Whether a pattern of `targets` or `ignore` names a module: a class, an expression, or the module itself."""
+    """True if a pattern of `targets` or `ignore` names a module: a class, an expression, or the module itself."""
     if pattern == "Linear":
         return True
     try:

@@ -44,7 +44,7 @@ class MoEConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def first_expert(self) -> int:
-        """Of a rank that has some of them (`rank_checkpoint`); the router knows all."""
+        """Index of the first expert of a rank that has some of them (`rank_checkpoint`). The router knows all."""
         return 0
 
 
@@ -214,7 +214,7 @@ def _yarn(
 
 
 def yarn_scale(factor: float, mscale: float = 1.0) -> float:
-    """What yarn multiplies attention logits by, as a factor of q and of k."""
+    """Factor of q and of k by which yarn scales attention logits."""
     return 0.1 * mscale * math.log(factor) + 1 if factor > 1 else 1.0
 
 

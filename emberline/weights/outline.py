@@ -18,7 +18,7 @@ from emberline.weights.tensors import Shape, Weight
 
 
 class TensorSource(Protocol):
-    """As much of a checkpoint as is needed here."""
+    """The part of a checkpoint's interface that is needed here."""
 
     @property
     def config(self) -> Any: ...
@@ -119,5 +119,5 @@ def first_expert(name: str) -> str:
 
 
 def _by_expert(name: str) -> bool:
-    """Whether the tensor has a row for each expert."""
+    """True if the tensor has a row for each expert."""
     return ".ffn_gate_inp." in name or ".exp_probs_b." in name

@@ -35,7 +35,7 @@ _UNSUPPORTED = {
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """What a configuration says of the quantized matrices of its checkpoint."""
+    """Quantization of a checkpoint's matrices, as its configuration states it."""
 
     method: str
     kinds: frozenset[str]  # of "int4", "fp8", "mxfp4"

@@ -56,7 +56,7 @@ class QuantizedWeight(Weight):
         return numbers[self.order // BLOCK], 1
 
     def slice(self, axis: int, start: int, stop: int) -> "QuantizedWeight":
-        """As `Weight.slice`; columns are divided between groups only."""
+        """Slice the matrix as `Weight.slice` does. Columns are divided between groups only."""
         assert self.scale is not None
         scale, blocks = self.scale, self.kind == "fp8" and self.group
         if axis == 1:

@@ -47,11 +47,11 @@ class Rank(NamedTuple):
         return self.number * size // self.of, (self.number + 1) * size // self.of
 
     def vocabulary(self, size: int) -> tuple[int, int]:
-        """Its size need not divide."""
+        """The rank's rows [start, stop] of a vocabulary, whose size need not divide."""
         return self.number * size // self.of, (self.number + 1) * size // self.of
 
     def kv_heads(self, n: int) -> tuple[int, int]:
-        """Of fewer KV heads than ranks, several ranks have the same one."""
+        """The rank's first KV head, and their number. With fewer heads than ranks, several ranks have the same one."""
         if n < self.of and self.of % n == 0:
             head = self.number * n // self.of
             return head, head + 1
@@ -59,7 +59,7 @@ class Rank(NamedTuple):
 
 
 class _SomeExperts(MoEConfig, frozen=True, kw_only=True):
-    """Of a rank: not a field of a checkpoint's own configuration, of which its fingerprint is made."""
+    """Configuration of a rank: the fingerprint is made of the checkpoint's own, which lacks the added field."""
 
     before: int  # experts on the ranks before
 
@@ -90,7 +90,7 @@ class RankCheckpoint:
 
     @property
     def names(self) -> Iterable[str]:
-        """Those of the source that the rank has a part of, as the rank numbers its experts."""
+        """Names of the source's tensors that the rank has a part of, as the rank numbers its experts."""
         first, stop = self._own_experts
         for name in self._source.names:
             part, expert, suffix = split_name(name)

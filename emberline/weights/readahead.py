@@ -34,7 +34,7 @@ def _mincore() -> Any:
 
 
 def resident(address: int, n_bytes: int) -> bool:
-    """Whether nearly all pages of a mapping are in memory; False where the platform cannot tell."""
+    """True if nearly all pages of a mapping are in memory. False where the platform cannot tell."""
     function = _mincore()
     if function is None or not n_bytes:
         return False
@@ -72,7 +72,7 @@ class ReadAhead:
             thread.join()
 
     def expect(self, path: Path, offset: int, n_bytes: int) -> bool:
-        """Whether a file's bytes were read; if so, they are to be copied once.
+        """True if a file's bytes were read, and are therefore to be copied once.
 
         Memory is freed with the last copy from it that is expected: all of it at the end takes a second.
         """

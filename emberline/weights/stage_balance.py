@@ -37,7 +37,7 @@ class ModelCost(NamedTuple):
     caches: Sequence[Hashable] = ()  # what each layer's KV is like: a stage has layers of every kind
 
     def stages(self, split: StageSplit) -> list[Cost]:
-        """What each stage takes: the first has the embedding, the last the head."""
+        """Cost of each stage: the first has the embedding, the last the head."""
         sums = [[sum(part) for part in zip(*(self.layers[n] for n in split.layers(s)))] for s in range(split.n_stages)]
         for stage, extra in (0, self.embedding), (-1, self.head):
             sums[stage] = [one + more for one, more in zip(sums[stage], extra)]
@@ -95,7 +95,7 @@ class _Ranges:
 
 
 def _has_every_cache(cost: ModelCost) -> NDArray[np.bool_]:
-    """Whether a range of layers [start, stop] has one at least of every kind of cache."""
+    """True if a range of layers [start, stop] has at least one of every kind of cache."""
     n = len(cost.layers)
     has = ~np.tri(n + 1, dtype=bool)
     for kind in set(cost.caches):

@@ -1,4 +1,4 @@
-"""What a checkpoint's model is for: generating text, or encoding it into vectors, relevance scores or labels.
+"""Tasks of checkpoints: generating text, or encoding it into vectors, relevance scores or labels.
 
 A folder says so in config.json (`architectures`, `id2label`) and in the files of sentence-transformers: modules.json
 and the configurations of its pooling module.
@@ -56,7 +56,7 @@ def _read(folder: Path, name: str, optional: bool) -> object:
 
 
 def task_of(path: Path) -> TaskConfig:
-    """Of a checkpoint; a GGUF file generates text. Raises BadCheckpoint."""
+    """The task of a checkpoint. A GGUF file generates text. Raises BadCheckpoint."""
     if not path.is_dir():
         return TaskConfig()
     if is_whisper(path):

@@ -353,7 +353,7 @@ def requantize(dense: Floats) -> Affine:
 
 
 class CheckpointFiles(NamedTuple):
-    """What a format's reader finds: the configuration, the weights by canonical name, and how to unmap the files."""
+    """Result of a format's reader: the configuration, the weights by canonical name, and how to unmap the files."""
 
     config: ModelConfig
     weights: dict[str, Weight]

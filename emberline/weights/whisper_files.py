@@ -15,7 +15,7 @@ _SAMPLE_BYTES = 1 << 16  # hashed at the start, middle and end of the weights
 
 
 class WhisperFiles(msgspec.Struct, frozen=True):
-    """What the files tell without loading the weights."""
+    """Facts that the files tell without loading the weights."""
 
     fingerprint: str
     vocab_size: int

@@ -40,7 +40,7 @@ _JSON = ("", "application/json", "text/plain")
 
 
 class BindingRequest(msgspec.Struct):
-    """As the OpenAPI document has it; what the model's task makes of the input is decided later."""
+    """The body as the OpenAPI document has it. What the model's task makes of the input is decided later."""
 
     inputs: RunRequest
     options: RunOptions | None = None

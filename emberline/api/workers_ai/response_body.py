@@ -21,7 +21,7 @@ def envelope(result: Any, **fields: Any) -> Json:
 
 
 def enveloped(call: HttpExchange, result: Any) -> Any:
-    """As the caller expects it: the binding of a Worker has no envelope."""
+    """The result in the form that the caller expects: the binding of a Worker has no envelope."""
     return result if call.dialect is Dialect.BINDING else envelope(result)
 
 

@@ -219,7 +219,7 @@ class Scheduler:
         return self._take_deltas()
 
     def set_prefill_rate(self, tokens_per_s: float) -> None:
-        """As measured: prompt tokens per second."""
+        """Set the measured rate of prefill in prompt tokens per second."""
         self.admission.tokens_per_s = tokens_per_s
 
     def plan(self) -> StepPlan:

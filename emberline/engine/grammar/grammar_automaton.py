@@ -463,7 +463,7 @@ def _literal_prefix(option: State) -> bytes:
 
 
 def _common_prefix(texts: list[bytes]) -> bytes:
-    """Their longest common prefix."""
+    """The longest common prefix of the texts."""
     first, last = min(texts), max(texts)
     n = next((n for n, (a, b) in enumerate(zip(first, last)) if a != b), min(len(first), len(last)))
     return first[:n]

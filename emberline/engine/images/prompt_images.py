@@ -34,7 +34,7 @@ class EncodedRows(Protocol):
 
 @dataclass(slots=True)
 class _StepBudget:
-    """What a step encodes."""
+    """Images that a step encodes."""
 
     number: int  # of the step
     left: int  # pixels

@@ -42,7 +42,7 @@ class ImageRow(NamedTuple):
 
 
 class ImageRows:
-    """What a runner needs for prompts with images."""
+    """Makes the image inputs of a step for a runner."""
 
     def __init__(
         self, cache: RowSource, processor: ImageProcessor, whole_images: bool = False, mrope: bool = False

@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Images:
-    """What the parts of an engine need of a model's images."""
+    """Image settings of a model that the parts of an engine need."""
 
     processor: ImageProcessor
     rows: ImageRows  # of the runner

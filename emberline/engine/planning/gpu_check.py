@@ -30,7 +30,7 @@ REPEATS = 5
 
 
 class GpuFinding(msgspec.Struct, frozen=True):
-    """What one check has found."""
+    """Finding of one check."""
 
     name: str
     status: Literal["ok", "warn", "fail"]

@@ -1,5 +1,5 @@
-"""What a model takes of the GPUs of one layout, what is left for its KV cache, and how fast it runs, before anything is
-loaded.
+"""Predicts what a model takes of the GPUs of one layout, what is left for its KV cache, and how fast it runs, before
+it is loaded.
 
 A plan builds the engine's own model of each stage on torch's meta device, whose tensors have sizes and no memory: it
 counts what the engine allocates because it is the same code.
@@ -44,7 +44,7 @@ LEAST_START_S = 9.0  # of a model that is read sooner; measured
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True):
-    """Of all replicas together."""
+    """Traffic of all replicas together."""
 
     input_tokens: int = 4096
     output_tokens: int = 512
@@ -197,7 +197,7 @@ class Planner:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether the checkpoint has matrices of codes."""
+        """True if the checkpoint has matrices of codes."""
         kinds = (self.source.weight(name).kind for name in self.source.names)
         return any(FORMATS[kind].is_quantized for kind in kinds)
 
@@ -309,7 +309,7 @@ class Planner:
         return Room(weight_bytes(plain.model), weight_bytes(packed.model), room, wanted)
 
     def _stage(self, layout: Layout, split: StageSplit, stage: int, compress: bool = False) -> _Stage:
-        """As the last rank of the stage has it: where the vocabulary does not divide, no other has more of it."""
+        """Work of the stage's last rank, which has the most where the vocabulary does not divide."""
         position = Position(stage, layout.tp - 1)
         shard = Shard.of(self.config, layout, position, loopback_groups(layout, position), split)
         made = self._made.setdefault((layout.tp, layout.ep, compress), {})
@@ -370,7 +370,7 @@ class StepTimes:
         return PrefillSeconds(busy + through, busy)
 
     def _seconds(self, step: Step) -> list[StepSeconds]:
-        """Of each stage."""
+        """Seconds of the step on each stage."""
         return [_sum([work.seconds(self._gpu, step) for work in stage]) for stage in self._stages]
 
 

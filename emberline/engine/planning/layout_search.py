@@ -1,4 +1,4 @@
-"""Which layouts of so many GPUs a model can have, compared for a workload, and the one to take."""
+"""Compares the layouts that a model can have on a number of GPUs, for a workload, and chooses one."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -76,7 +76,7 @@ def compare(
 
 
 def sensible_layouts(config: ModelConfig, gpu: Gpu, count: int, replicas: int | None = None) -> Iterator[Layout]:
-    """Of replicas that divide the GPUs, or of so many. Tensor parallelism stays inside a machine."""
+    """Layouts for `replicas`, else for all that divide the GPUs. Tensor parallelism stays inside a machine."""
     for ranks in divisors(count):
         if ranks <= MAX_RANKS and replicas in (None, count / ranks):
             for tp in divisors(ranks):

@@ -1,4 +1,4 @@
-"""Which collectives a group uses: gloo between CPUs, memory that all ranks map or NCCL between GPUs."""
+"""The collectives that a group uses: gloo between CPUs, memory that all ranks map or NCCL between GPUs."""
 
 from collections.abc import Callable, Sequence
 
@@ -16,7 +16,9 @@ OpenStages = Callable[[str, int, int], Stages]
 def open_collectives(
     store: str, layout: Layout, rank: int, device: str, host: str, timeout_s: float, *, deterministic: bool = False
 ) -> ParallelGroups:
-    """Of one rank; blocks until the others call it, too. `host`: our address for them; `timeout_s` of a collective."""
+    """Open the collectives of one rank. Blocks until the other ranks call it, too.
+
+    `host` is our address for them, `timeout_s` the limit of a collective."""
     meeting = open_store(store, layout.n_ranks, rank == 0, _MEET_S)
     if device.startswith("cuda"):
         one_machine = store.startswith("file:")

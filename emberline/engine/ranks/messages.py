@@ -1,4 +1,4 @@
-"""What ranks say to each other beside the collectives: joining a group, and what a step computes.
+"""Messages between ranks beside the collectives: joining a group, and what a step computes.
 
     follower                              rank 0
     Join(rank, token, facts)   ─────────▶
@@ -27,7 +27,7 @@ from emberline.protocol.parallel_layout import Layout
 
 
 class RankFacts(msgspec.Struct, frozen=True):
-    """What must be the same in every rank of a group."""
+    """Settings that must be the same in every rank of a group."""
 
     version: str  # of Emberline
     torch: str
@@ -66,7 +66,7 @@ class Ready(msgspec.Struct, tag="ready"):
 
 
 class StepResult(msgspec.Struct, tag="result"):
-    """What the last stage has sampled."""
+    """Tokens that the last stage has sampled."""
 
     number: int  # of the step
     sampled: list[tuple[int, float | None, list[tuple[int, float]]]]  # token id, log-probability, the most likely ones
@@ -74,14 +74,14 @@ class StepResult(msgspec.Struct, tag="result"):
 
 
 class KVReport(msgspec.Struct, tag="kv"):
-    """What has become of this rank's part of transfers, and of its slices in tiers."""
+    """Progress of this rank's part of transfers, and of its slices in tiers."""
 
     transfers: list[Notice] = []
     tiers: list[TierReport] = []
 
 
 class RankFailed(msgspec.Struct, tag="failed"):
-    """This rank cannot go on, and so the group cannot."""
+    """The sending rank cannot go on, and so the group cannot."""
 
     message: str
 

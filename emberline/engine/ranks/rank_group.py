@@ -88,7 +88,7 @@ class Leader:
 
     @property
     def pids(self) -> dict[int, int]:
-        """Of the followers that this process has started, by rank."""
+        """Process ids of the followers that this process has started, by rank."""
         return {} if self._processes is None else self._processes.pids()
 
     def agree(self, kv_groups: Sequence[KVGroup], n_blocks: list[int], token: str = "", pem: str = "") -> list[int]:
@@ -158,7 +158,7 @@ class Leader:
         self._steps.popleft()
 
     def result(self, number: int) -> StepResult:
-        """What the last stage sampled in a step, which must be the oldest in flight."""
+        """Wait for what the last stage sampled in a step, which must be the oldest in flight."""
         while True:
             try:
                 result = self._results.get(timeout=_WATCH_S)

@@ -249,7 +249,7 @@ class LengthPolicy:
             self._passes[size] = known + _PASS_GAIN * (max(0.0, seconds) / depth - known)
 
     def _pass_s(self, n_rows: int) -> float:
-        """Of a draft head, for each token that it proposes behind so many rows."""
+        """Seconds of a draft head's pass for each token that it proposes to `n_rows` rows."""
         nearest = min(self._passes, key=lambda size: abs(size - n_rows.bit_length()), default=None)
         return 0.0 if nearest is None else self._passes[nearest]
 

@@ -1,5 +1,5 @@
-"""What a worker drafts with besides the drafters that need no weights: a draft head or a draft model, if it was asked
-for and fits the model."""
+"""Opens the drafters of a worker that need weights: a draft head or a draft model, if the operator
+asked for one and it fits the model."""
 
 import argparse
 import logging
@@ -114,7 +114,7 @@ def _draft_model(model: Any, fingerprint: str, args: argparse.Namespace) -> Draf
 
 
 def _free_bytes(device: str) -> int:
-    """Of the memory that weights on the device take."""
+    """Free bytes of the memory that weights on the device take."""
     if not device.startswith("cuda"):
         return free_host_bytes()
     import torch

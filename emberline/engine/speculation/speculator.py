@@ -187,7 +187,7 @@ class Speculator(Speculation):
         return found
 
     def _ask(self, seqs: Selection) -> dict[int, Proposal]:
-        """What the drafters propose, by sequence number."""
+        """Proposals of the drafters, by sequence number."""
         proposed: dict[int, Proposal] = {}
         for first_cell, drafter in self._by_first_cell:
             for seq, draft in drafter.propose(seqs, proposed):

@@ -52,7 +52,7 @@ _DRAFT_BYTES, _IDS, _CELLS = ctypes.sizeof(_Draft), _Draft.draft.offset, _Draft.
 
 
 class Continuation(NamedTuple):
-    """What followed a context before."""
+    """Tokens that followed a context before."""
 
     ids: bytes  # u32 LE
     probabilities: list[float]  # of all tokens up to each, by how often they followed; falling
@@ -156,7 +156,7 @@ class SuffixMatcher:
             self._raw = memoryview(self._drafts).cast("B")
 
     def propose(self, context: bytes | bytearray, most: int, *indexes: SuffixIndex) -> Continuation | None:
-        """What followed the end of the context (u32 LE) before. The first index is preferred where both say as much."""
+        """Find what followed the end of the context (u32 LE) before. The first index wins where both say as much."""
         addresses = [index.address for index in indexes] + [0] * (2 - len(indexes))
         context = bytes(context[-CONTEXT_BYTES:])
         ids = [ids for _, ids, _ in self.drafts([*addresses, len(context) >> 2], [context], most)]

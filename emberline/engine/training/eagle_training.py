@@ -37,7 +37,7 @@ class TrainingSettings:
 
 @dataclass(slots=True)
 class TargetOutputs:
-    """What the target computed for sequences of one padded length. All tensors are on the training device."""
+    """Outputs of the target for sequences of one padded length. All tensors are on the training device."""
 
     token_ids: Tensor  # int64 [sequences, length]
     in_reply: Tensor  # bool [sequences, length]: the target wrote this token

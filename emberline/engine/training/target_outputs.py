@@ -1,4 +1,4 @@
-"""What a draft head learns from: replies that the target model writes, and what it computes on the way."""
+"""Training data of a draft head: replies that the target model writes, and what it computes on the way."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -54,12 +54,12 @@ def write_replies(
 
 
 def _share_of(device: str) -> list[str]:
-    """Of the GPU: the rest is for training."""
+    """Flags that limit the engine's share of the GPU: the rest is for training."""
     return ["--memory-share", "0.3"] if device.startswith("cuda") else []
 
 
 class SequencesBackend(TorchBackend):
-    """Of steps whose rows are whole sequences of one length: attention of all of them at once, without the cache."""
+    """Backend of steps whose rows are whole sequences of one length: one attention over all, without the cache."""
 
     def attend_to_cache(
         self, q: Tensor, k: Tensor, v: Tensor, attn: GroupedQueryAttention, context: TorchStep

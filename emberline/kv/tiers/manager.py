@@ -380,7 +380,7 @@ class TierManager:
         return self.sizes[blocks[0].item[0]]
 
     def _batches(self, blocks: Iterable[WantedBlock]) -> Iterator[list[WantedBlock]]:
-        """Of blocks of one size."""
+        """Divide the blocks into batches of one size."""
         for group, run in groupby(blocks, key=lambda block: block.item[0]):
             n = max(1, BATCH_BYTES // self.sizes[group])
             while batch := list(islice(run, n)):
@@ -414,8 +414,8 @@ class TierManager:
             self.queue.put(BlocksFetched(fetch.number, (), [block.item for block in left]))
 
     def _read(self, fetch: Fetch, batch: list[WantedBlock]) -> Callable[[int, Sequence[Slot], Sequence[bool]], None]:
-        """What to do with a part of a batch that was read from another tier: the first index, its slots, and which
-        are valid. The references to the slots are passed on."""
+        """A callback for parts of a batch that were read from another tier: the first index, its slots, and which are
+        valid. It takes over the references to the slots."""
 
         def done(first: int, slots: Sequence[Slot], valid: Sequence[bool]) -> None:
             blocks = batch[first : first + len(valid)]
@@ -549,7 +549,7 @@ class TierManager:
 
 
 class _Cancelled:
-    """Whether a fetch is cancelled, as a function."""
+    """A function that tells whether a fetch is cancelled."""
 
     def __init__(self, fetch: Fetch) -> None:
         self._fetch = fetch

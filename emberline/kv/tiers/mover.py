@@ -30,7 +30,7 @@ class BlockMover(Protocol):
 
 class _Done:
     def wait(self) -> None:
-        """It is done."""
+        """Return at once: the copy is done."""
 
 
 class HostMover:

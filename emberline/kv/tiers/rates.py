@@ -32,7 +32,7 @@ class ReadRate:
             self._n_begun += 1
 
     def done(self, n_bytes: int, n_valid: int | None = None) -> None:
-        """Of n_bytes that were begun; `n_valid`: of them, if not all were read."""
+        """Count n_bytes that were begun as done; `n_valid` is their number that could be read, if not all."""
         with self._lock:
             now_s = time.monotonic()
             took_s, self._since_s = now_s - self._since_s, now_s

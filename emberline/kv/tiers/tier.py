@@ -1,4 +1,4 @@
-"""What a KV cache tier is: blocks by (content key, layout tag), read and written whole, lost without harm."""
+"""The interface of a KV cache tier: blocks by (content key, layout tag), read and written whole, lost without harm."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ def layout_tag(group: KVGroup) -> bytes:
 
 
 class BlockMeta(msgspec.Struct, frozen=True, gc=False):
-    """What tiers need to know of a block beside its bytes, for retention, purging and export.
+    """Facts about a block that tiers need beside its bytes, for retention, purging and export.
 
     There are as many as blocks: a struct that the garbage collector ignores, as collections stop all threads.
     """
@@ -71,7 +71,7 @@ class Tier(Protocol):
     changes: TierChanges | None  # told what it gains and loses
 
     def holds(self, ids: Sequence[BlockId]) -> list[bool]:
-        """Which blocks `read` would probably return, from memory: well below a microsecond for each."""
+        """True for each block that `read` would probably return. Looks in memory: well below a microsecond each."""
 
     def held(self) -> list[BlockId]:
         """All blocks that `holds` knows of."""

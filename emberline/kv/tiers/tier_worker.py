@@ -76,7 +76,7 @@ class TierWorker:
         self._reads.put(entry)
 
     def wait_read(self, timeout_s: float) -> bool:
-        """Until the reads that were queued before are over, with what follows them."""
+        """Wait until the reads that were queued before, and what follows them, are over."""
         with self._read_over:
             before = set(self._open_reads)
             return self._read_over.wait_for(lambda: before.isdisjoint(self._open_reads), timeout_s)

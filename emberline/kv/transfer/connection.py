@@ -63,7 +63,7 @@ class PeerConnection:
         return self._sock.fileno()
 
     def set_timeout(self, seconds: float | None) -> None:
-        """Of each read and write; a connection that exceeds it is lost. None: without limit, as at first."""
+        """Limit each read and write; a connection that exceeds the limit is lost. None, as at first, sets no limit."""
         self._sock.settimeout(seconds)
 
     def wake(self) -> None:
@@ -72,7 +72,7 @@ class PeerConnection:
             self._wake_writer.send(b"\0")
 
     def wait(self, block: bool = True, timeout_s: float | None = None) -> bool:
-        """Until a message can be read (True), `wake` is called, or the timeout expires."""
+        """Wait until a message can be read (returns True), `wake` is called, or the timeout expires."""
         unread = isinstance(self._sock, ssl.SSLSocket) and self._sock.pending() > 0  # of a record that was begun
         ready = {key.fileobj for key, _ in self._selector.select(timeout_s if block and not unread else 0)}
         if self._wake_reader in ready:

@@ -99,7 +99,9 @@ def probed_gpu(probe: bytes) -> str:
 
 
 class CudaIpcReceiveTransport:
-    """Its handles: the machine, then IPC handle and size of each pool. `probe` lies behind the blocks of each."""
+    """Receives by CUDA IPC. Its handles are the machine, then IPC handle and size of each pool.
+
+    `probe` lies behind the blocks of each pool."""
 
     name = CUDA_IPC
     linger_s = LINGER_S

@@ -66,7 +66,7 @@ class EpochReleased(msgspec.Struct, frozen=True, tag=True):
 
 
 class SenderLost(msgspec.Struct, frozen=True, tag=True):
-    """Its connection is lost: it writes nothing any more."""
+    """A sender's connection is lost: it writes nothing any more."""
 
     peer: int
     message: str

@@ -133,7 +133,7 @@ class Receiver:
                 self._notify(notices.EpochReleased(message.epoch, self.number))
 
     def _runs_of(self, offer: messages.Offer) -> Sequence[Sequence[ByteRun]] | None:
-        """Of a rank of several. A connection is of one rank, so all its offers say the same."""
+        """Byte runs for a sender among several ranks. A connection is of one rank, so all its offers say the same."""
         if not 0 <= offer.rank < len(offer.ranks):
             raise PeerConnectionLost(f"there is no rank {offer.rank} of {len(offer.ranks)}")
         try:

@@ -139,7 +139,7 @@ class Sender:
             self._keep_alive(connection)
 
     def _keep_alive(self, connection: PeerConnection) -> None:
-        """This thread computes nothing: it can report that the engine is alive during a long step."""
+        """Report that the engine is alive. The thread computes nothing, so it does during a long step, too."""
         now_s = time.monotonic()
         granted = [transfer.epoch for transfer in self._by_number.values() if transfer.epoch]
         if granted and now_s - self._keep_alive_s >= KEEP_ALIVE_S:

@@ -34,7 +34,7 @@ class Target(NamedTuple):
 
 
 class TransportUnavailable(Exception):
-    """This transport does not reach the other engine; the text says why. Another one may."""
+    """A transport does not reach the other engine; the text says why. Another one may."""
 
 
 class BlockSource(Protocol):
@@ -75,7 +75,7 @@ class ReceiveTransport(Protocol):
     linger_s: float  # how long a sender may still write after its connection is lost
 
     def opened(self) -> tuple[TransportOpened, list[int]]:
-        """What a sender needs, and the file descriptors that go along."""
+        """The message that a sender needs, and the file descriptors that go along."""
 
 
 def host_id() -> str:

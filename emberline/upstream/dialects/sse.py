@@ -159,7 +159,7 @@ class StreamEditor:
 
     @property
     def usage(self) -> Usage | None:
-        """As the server said last; decoded only when it is needed."""
+        """Usage as the server stated it last, decoded only when it is needed."""
         if self._running:
             with contextlib.suppress(msgspec.DecodeError):
                 usage = msgspec.json.decode(self._running)

@@ -105,7 +105,7 @@ async def list_models(client: ProviderClient, access: Access) -> list[str]:
 
 
 async def count_tokens(client: ProviderClient, access: Access, body: dict[str, Any]) -> int:
-    """As Anthropic counts: nothing is generated, or billed."""
+    """Count the tokens of an Anthropic request. Nothing is generated, or billed."""
     api, pool = access.api or client.api, access.pool or client.pool
     headers = api.authorization(access.key) + api.headers
     try:

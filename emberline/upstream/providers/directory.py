@@ -247,7 +247,7 @@ def _known_url(name: str) -> str:
 
 
 def remote_name(card: ModelCard) -> str:
-    """As the provider calls the model."""
+    """The provider's name of the model."""
     return card.id.partition("/")[2]
 
 

@@ -45,7 +45,7 @@ class ChainShape(NamedTuple):
 
 
 class ChainOfDrafts:
-    """What the chains of a head and of a model have in common: the buffers of their rows."""
+    """Base of the chains of a head and of a model, with the buffers of their rows."""
 
     depths: ClassVar[tuple[int, ...]]
 
@@ -77,7 +77,7 @@ class ChainOfDrafts:
         """Other sequences have taken these slots."""
 
     def reading(self, slots: Tensor, drafts: bool = False) -> Taps:
-        """What takes in a step. slots: of each row, or of each token where drafts are verified."""
+        """The call that takes in a step. slots: of each row, or of each token where drafts are verified."""
         raise NotImplementedError
 
     def keep_accepted(self, starts: Tensor, slots: Tensor, positions: Tensor) -> None:

@@ -374,7 +374,7 @@ class GpuRunner:
             self._unobserved = None
 
     def wait(self) -> None:
-        """Until the device has done all that was launched; raises DeviceLost if it cannot."""
+        """Wait until the device has done all that was launched. Raises DeviceLost if it cannot."""
         done = device_event(self._device)
         done.record()
         done.wait()
@@ -467,7 +467,7 @@ class GpuRunner:
         self._sample(logits, to.slots[:n_rows], to.context_lens[:n_rows], guided)
 
     def _find_shared(self, batch: StepBatch) -> bool:
-        """Whether decode rows share a prefix worth cascade attention; searched again only when other rows decode."""
+        """True if decode rows share a prefix worth cascade attention. Searched again only when other rows decode."""
         if not self._block_bytes or batch.n_decodes < MIN_SHARING:
             return False
         slots = batch.packet[0]

@@ -64,7 +64,7 @@ def all_mixed_decode_rows(max_rows: int) -> list[int]:
 
 
 def max_draws(max_rows: int) -> int:
-    """Of a step: one of each row, or several of each of fewer rows."""
+    """The most draws of a step: one of each row, or several of each of fewer rows."""
     return max(max_rows + CHUNK_ROWS, MIN_DRAWS)
 
 
@@ -82,7 +82,7 @@ def all_verify_shapes(max_rows: int) -> tuple[tuple[int, int], ...]:
 
 
 def timed_verify_shapes(max_rows: int) -> list[tuple[int, int]]:
-    """Those whose times tell what drafts cost, with the plain steps of as many rows, which have a token of each."""
+    """Shapes whose times tell what drafts cost, beside plain steps of the same rows, which have a token of each."""
     timed = [(rows, rows * n) for rows in (1, 4, 16, 64) for n in (3, 5, 9)]
     found = [shape for shape in timed if shape in all_verify_shapes(max_rows)]
     return [*((rows, rows) for rows in sorted({rows for rows, _ in found})), *found]
@@ -97,7 +97,7 @@ def verify_shape(rows: int, n_tokens: int, max_rows: int) -> tuple[int, int] | N
 
 @cache
 def most_drafts(rows: int, max_rows: int) -> int:
-    """Of all rows of a step together."""
+    """The most drafts of all rows of a step together."""
     padded = decode_rows(rows, max_rows)
     return max((n - rows for r, n in all_verify_shapes(max_rows) if r == padded), default=0)
 
@@ -110,7 +110,7 @@ def max_graphs(max_rows: int, speculates: bool = False) -> int:
 
 
 def is_essential(n_decodes: int, n_tokens: int | None, max_rows: int, largest: int = MAX_GRAPH_TOKENS) -> bool:
-    """Whether a shape is captured before requests are accepted; n_tokens: None for a step that only decodes.
+    """True if a shape is captured before requests are accepted. n_tokens is None for a step that only decodes.
 
     largest: `graph_tokens` of the model.
 

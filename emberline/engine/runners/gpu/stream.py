@@ -187,7 +187,7 @@ class StepOutputs:
             self._ready.record()  # behind it, so that a wait for both wakes up once
 
     def drafts(self, n: int, depth: int) -> list[list[int]]:
-        """Of the first n rows, once they were read."""
+        """Drafts of the first n rows. Call it after they were read."""
         found: list[list[int]] = self._drafts[:n, :depth].tolist()
         return found
 

@@ -145,7 +145,7 @@ def _near_cores(device: torch.device) -> set[int]:
 
 
 def _run_on(cores: set[int]) -> None:
-    """This thread only; memory is taken from the node of the core that touches it first."""
+    """Bind the calling thread to these cores. Memory is taken from the node of the core that touches it first."""
     allowed = cores & os.sched_getaffinity(0)
     if allowed:
         os.sched_setaffinity(0, allowed)

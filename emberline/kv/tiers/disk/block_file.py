@@ -254,7 +254,7 @@ class BlockFile:
         return self.block_bytes == self.body_bytes and is_aligned(buffer)
 
     def _scratch(self, n: int) -> tuple[memoryview, memoryview]:
-        """This thread's header pages, and bytes for the blocks whose own buffer direct I/O cannot use."""
+        """The calling thread's header pages, and bytes for the blocks whose own buffer direct I/O cannot use."""
         n = min(n, self.run_blocks)
         if not hasattr(self._local, "headers"):
             self._local.headers = aligned_buffer(self.run_blocks * PAGE)

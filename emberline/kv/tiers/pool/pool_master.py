@@ -1,4 +1,4 @@
-"""What Mooncake's master tells over HTTP: how full the pool is, and the names of its objects."""
+"""Asks Mooncake's master over HTTP how full the pool is, and for the names of its objects."""
 
 import http.client
 import threading
@@ -16,7 +16,7 @@ _METRICS = {
 
 
 class PoolUsage(NamedTuple):
-    """Of the whole pool."""
+    """Usage of the whole pool."""
 
     used_bytes: int = 0
     capacity_bytes: int = 0

@@ -135,7 +135,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _serve(connection: socket.socket, calls: _Calls) -> None:
-    """Until the worker closes its end."""
+    """Answer calls until the worker closes its end."""
     lock = threading.Lock()
 
     def answer(call: PoolCall) -> None:

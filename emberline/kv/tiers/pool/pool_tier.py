@@ -67,13 +67,13 @@ class PoolStore(Protocol):
 
 
 class PoolMaster(Protocol):
-    """What the master tells beside the store: `MasterMetrics`."""
+    """Source of facts that the store itself does not tell: `MasterMetrics`."""
 
     def usage(self) -> PoolUsage:
         """The last known, at once."""
 
     def names(self) -> list[str]:
-        """Of all objects; blocking. OSError: it does not answer."""
+        """Names of all objects. Blocks. Raises OSError if the master does not answer."""
 
 
 class _Belongs(NamedTuple):
@@ -267,7 +267,7 @@ class PoolTier:
                 self._saved.popitem(last=False)
 
     def _batches(self, buffers: Sequence[memoryview], indices: Iterable[int], first_stage: int) -> Iterator[_Batch]:
-        """They fill two stages in turn. A block that is larger than a stage is in none."""
+        """Divide buffers into batches that fill two stages in turn. A block larger than a stage is in none."""
         stage, at = first_stage, 0
         batch = _Batch([], [], [])
         for index in indices:
@@ -347,7 +347,7 @@ class PoolTier:
         return n_removed
 
     def purge(self, owner: bytes | None = None, session: bytes | None = None) -> int:
-        """Of all workers' blocks where the master lists them, else of this worker's. A header is not verified here: a
+        """Purge all workers' blocks where the master lists them, else this worker's. A header is not verified here: a
         forged one costs its own object at most."""
         with self._lock:
             own = [self._name(id_) for id_, (_, belongs) in self._saved.items() if belongs.matches(owner, session)]
@@ -363,7 +363,7 @@ class PoolTier:
         return self._remove(list(dict.fromkeys((*own, *others))))
 
     def _belonging(self, names: Sequence[str], owner: bytes | None, session: bytes | None) -> list[str]:
-        """Those of the objects whose headers say so."""
+        """Names of the objects whose headers name this owner and session."""
         found = []
         n_most = min(NAMES_PER_CALL, self._stage_bytes // HEADER_BYTES)
         with self._reading:
