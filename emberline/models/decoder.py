@@ -202,7 +202,7 @@ class Decoder:
             return self._logits(step, x) if self._is_last else x
 
     def forward_tapped(self, step: StepInputs, kv: list[Tensor], taps: tuple[int, ...]) -> tuple[Tensor, list[Tensor]]:
-        """Run `forward`. Returns also the hidden states of all tokens before each layer in `taps`, in order: [tokens, hidden].
+        """Run `forward`. Returns also the hidden states before each layer in `taps`, ascending: [tokens, hidden].
 
         They are what a drafter reads that was trained on them. The number of layers stands for the end of the last one.
         In a pipeline each stage passes on those of the stages before with its own: the last one returns all.
