@@ -465,12 +465,17 @@ def png(picture: Tensor) -> bytes:
     return file.getvalue()
 
 
-def _ask_server(url: str, model: str, picture: Tensor, question: str) -> str:
+def chat_body(model: str, picture: Tensor, question: str) -> dict[str, Any]:
+    """Body of a chat about a picture."""
     data = "data:image/png;base64," + base64.b64encode(png(picture)).decode()
     content = [{"type": "image_url", "image_url": {"url": data}}, {"type": "text", "text": question}]
-    body = {"model": model, "messages": [{"role": "user", "content": content}], "max_tokens": 40, "temperature": 0}
+    return {"model": model, "messages": [{"role": "user", "content": content}], "max_tokens": 40, "temperature": 0}
+
+
+def _ask_server(url: str, model: str, picture: Tensor, question: str) -> str:
+    body = json.dumps(chat_body(model, picture, question)).encode()
     request = urllib.request.Request(
-        f"{url.rstrip('/')}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        f"{url.rstrip('/')}/v1/chat/completions", body, {"Content-Type": "application/json"}
     )
     with urllib.request.urlopen(request, timeout=120) as reply:
         text: str = json.load(reply)["choices"][0]["message"]["content"]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from emberline.engine.core.plan import Row, Sampled, StepPlan, known_tokens
@@ -88,9 +88,8 @@ class HeadRunner:
             return []
         rows = tables[0][[row.slot for row in planned]]
         ends = np.array([each[-1] + 1 if len(each) else 0 for each in positions])
-        out = self.head.extend(
-            _inputs(ids, np.concatenate(positions), starts, ends, rows), torch.cat(hidden), self._pool
-        )
+        inputs = _inputs(ids, np.concatenate(positions), starts, ends, rows, self._pool.device)
+        out = self.head.extend(inputs, torch.cat(hidden), self._pool)
         return (
             self._chains(plan.depth, chains, out[[starts[chain.row + 1] - 1 for chain in chains]], rows)
             if chains and plan.depth
@@ -111,7 +110,8 @@ class HeadRunner:
                 ends = np.array([chain.position for chain in chains])
                 ids = [chain.token_id for chain in chains]
                 starts = list(range(len(chains) + 1))
-                hidden = self.head.extend(_inputs(ids, ends - 1, starts, ends, tables), hidden, self._pool)
+                inputs = _inputs(ids, ends - 1, starts, ends, tables, self._pool.device)
+                hidden = self.head.extend(inputs, hidden, self._pool)
             chosen = self._choose(chains, hidden)
             self.head.feed_back(hidden)
             for chain, draft, token_id in zip(chains, drafts, chosen):
@@ -133,13 +133,16 @@ def _inputs(
     starts: Sequence[int],
     context_lens: NDArray[np.int64],
     tables: NDArray[np.int32],
+    device: torch.device,
 ) -> StepInputs:
-    width = blocks_of(int(context_lens.max()))
+    def ints(values: ArrayLike) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values, np.int32)).to(device)
+
     return StepInputs(
-        token_ids=torch.tensor(ids, dtype=torch.int32),
-        positions=torch.from_numpy(positions.astype(np.int32)),
-        query_starts=torch.tensor(starts, dtype=torch.int32),
-        context_lens=torch.from_numpy(context_lens.astype(np.int32)),
-        block_tables=[torch.from_numpy(np.ascontiguousarray(tables[:, :width]))],
-        sample_tokens=torch.empty(0, dtype=torch.int64),
+        token_ids=ints(ids),
+        positions=ints(positions),
+        query_starts=ints(starts),
+        context_lens=ints(context_lens),
+        block_tables=[ints(tables[:, : blocks_of(int(context_lens.max()))])],
+        sample_tokens=torch.empty(0, dtype=torch.int64, device=device),
     )
