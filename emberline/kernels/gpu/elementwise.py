@@ -202,3 +202,35 @@ def copy_block_runs_reference(source: Tensor, target: Tensor, pairs: Tensor, run
     for source_first, target_first, n in runs.tolist():
         values = source[pairs[:, 0].long(), source_first : source_first + n]
         target[pairs[:, 1].long(), target_first : target_first + n] = values
+
+
+@triton.jit
+def _add_tower_norm(
+    x, added, weight, bias, out, width, eps, BLOCK: tl.constexpr, ADD: tl.constexpr, LAYER: tl.constexpr
+):  # fmt: skip
+    start, i = tl.program_id(0).to(tl.int64) * width, tl.arange(0, BLOCK)
+    mask = i < width
+    values = tl.load(x + start + i, mask=mask, other=0.0).to(tl.float32)
+    if ADD:
+        values += tl.load(added + start + i, mask=mask, other=0.0).to(tl.float32)
+        rounded = values.to(x.dtype.element_ty)
+        tl.store(x + start + i, rounded, mask=mask)
+        values = rounded.to(tl.float32)
+    if LAYER:
+        values = tl.where(mask, values - tl.sum(values) / width, 0.0)
+    values *= tl.rsqrt(tl.sum(values * values) / width + eps)
+    values *= tl.load(weight + i, mask=mask, other=0.0).to(tl.float32)
+    if LAYER:
+        values += tl.load(bias + i, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + start + i, values.to(out.dtype.element_ty), mask=mask)
+
+
+def add_tower_norm(x: Tensor, added: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """Add to x [patches, width] of a vision tower in place. Returns its LayerNorm, or without a bias its RMSNorm."""
+    out = torch.empty_like(x)
+    patches, width = x.shape
+    _add_tower_norm[(patches,)](
+        x, x if added is None else added, weight, weight if bias is None else bias, out, width, eps,
+        BLOCK=next_power_of_two(width), ADD=added is not None, LAYER=bias is not None, num_warps=4,
+    )  # fmt: skip
+    return out

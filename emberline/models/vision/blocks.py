@@ -7,7 +7,7 @@ In a rank group each rank has some heads and some of each MLP's width, as in the
 ranks add up to the layer's.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import NamedTuple
@@ -275,12 +275,12 @@ class Block:
         """The block with another matrix for q, k and v."""
         return replace(self, qkv=qkv)
 
-    def __call__(self, x: Tensor, attend: "Attend", runs: Sequence["Run"], rotation: Rotation | None) -> Tensor:
-        qkv = self.qkv(self.norm(x))
+    def attention(self, y: Tensor, kernels: "TowerKernels", runs: Sequence["Run"], rotation: Rotation | None) -> Tensor:
+        """The attention of normed patches [patches, width], to be added to them."""
+        qkv = self.qkv(y)
         n_heads = qkv.shape[1] // (3 * self.head_dim)  # none on a rank of a group with more ranks than heads
-        qkv = qkv.view(len(x), 3, n_heads, self.head_dim)
-        x = x + total(self.out(attend(qkv, runs if n_heads else (), rotation).flatten(1)), self.group)
-        return x.add_(self.mlp(self.mlp_norm(x)))
+        attended = kernels.attend(qkv.view(len(y), 3, n_heads, self.head_dim), runs if n_heads else (), rotation)
+        return total(self.out(attended.flatten(1)), self.group)
 
 
 class Run(NamedTuple):
@@ -289,6 +289,11 @@ class Run(NamedTuple):
     start: int
     stop: int
     n_tiles: int
+
+    @property
+    def n_patches(self) -> int:
+        """Patches of each tile."""
+        return (self.stop - self.start) // self.n_tiles
 
 
 def runs_of(grids: Sequence[Grid]) -> list[Run]:
@@ -305,40 +310,53 @@ def runs_of(grids: Sequence[Grid]) -> list[Run]:
     return runs
 
 
-Attend = Callable[[Tensor, Sequence[Run], Rotation | None], Tensor]
+class TowerKernels:
+    """What the blocks need beside products of matrices, in torch."""
+
+    def add_norm(self, x: Tensor, added: Tensor | None, norm: Norm) -> Tensor:
+        """Add to x in place, and return the norm of the sum."""
+        return norm(x if added is None else x.add_(added))
+
+    def attend(self, qkv: Tensor, runs: Sequence[Run], rotation: Rotation | None) -> Tensor:
+        """Rotate q and k of qkv [patches, 3, heads, head_dim], and attend within each tile: [patches, heads, head_dim].
+        Overwrites q and k."""
+        v = qkv[:, 2]
+        q, k = (qkv[:, :2] if rotation is None else rotation(qkv[:, :2])).unbind(1)
+        out = torch.empty_like(v, memory_format=torch.contiguous_format)
+        for start, stop, n_tiles in runs:
+            queries, keys, values = (x[start:stop].view(n_tiles, -1, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
+            attended = F.scaled_dot_product_attention(queries, keys, values)  # [tiles, heads, patches, dim]
+            out[start:stop] = attended.transpose(1, 2).flatten(0, 1)
+        return out
 
 
-def attend(qkv: Tensor, runs: Sequence[Run], rotation: Rotation | None) -> Tensor:  # [patches, heads, head_dim]
-    """Rotate q and k of qkv [patches, 3, heads, head_dim], and attend within each tile."""
-    v = qkv[:, 2]
-    q, k = (qkv[:, :2] if rotation is None else rotation(qkv[:, :2])).unbind(1)
-    out = torch.empty_like(v, memory_format=torch.contiguous_format)
-    for start, stop, n_tiles in runs:
-        queries, keys, values = (x[start:stop].view(n_tiles, -1, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
-        attended = F.scaled_dot_product_attention(queries, keys, values)  # [tiles, heads, patches, dim]
-        out[start:stop] = attended.transpose(1, 2).flatten(0, 1)
-    return out
+class TritonTowerKernels(TowerKernels):
+    """The same on a CUDA device."""
+
+    def add_norm(self, x: Tensor, added: Tensor | None, norm: Norm) -> Tensor:
+        """Add to x in place, and return the norm of the sum, in one pass over memory."""
+        from emberline.kernels.gpu.elementwise import add_tower_norm
+
+        return add_tower_norm(x, added, *norm)
+
+    def attend(self, qkv: Tensor, runs: Sequence[Run], rotation: Rotation | None) -> Tensor:
+        """Rotate q and k in place, and attend within each tile."""
+        from emberline.kernels.gpu.tower_attention import attend_tiles, rotate_queries_and_keys, supports
+
+        if rotation is not None and runs:
+            rotate_queries_and_keys(qkv, rotation.cos, rotation.sin)
+        if not all(supports(qkv.shape[-1], run.n_patches) for run in runs):
+            return super().attend(qkv, runs, None)
+        out = torch.empty_like(qkv[:, 2], memory_format=torch.contiguous_format)
+        for run in runs:
+            attend_tiles(qkv, out, run.start, run.n_patches, run.n_tiles)
+        return out
 
 
-def attend_by_kernels(qkv: Tensor, runs: Sequence[Run], rotation: Rotation | None) -> Tensor:
-    """Do the same on a CUDA device. Overwrites q and k."""
-    from emberline.kernels.gpu import tower_attention
-
-    if rotation is not None and runs:
-        tower_attention.rotate_queries_and_keys(qkv, rotation.cos, rotation.sin)
-    out = torch.empty_like(qkv[:, 2], memory_format=torch.contiguous_format)
-    for start, stop, n_tiles in runs:
-        tower_attention.attend_tiles(qkv, out, start, (stop - start) // n_tiles, n_tiles)
-    return out
-
-
-def attention_of(config: TowerConfig, device: torch.device | str, dtype: torch.dtype) -> Attend:
-    """Choose how a tower attends: with the Triton kernels where they have its heads, otherwise with torch."""
-    if torch.device(device).type != "cuda" or dtype is not torch.bfloat16 or find_spec("triton") is None:
-        return attend
-    from emberline.kernels.gpu.tower_attention import supports
-
-    return attend_by_kernels if supports(config.head_dim) else attend
+def kernels_for(device: torch.device | str, dtype: torch.dtype) -> TowerKernels:
+    """Choose the Triton kernels where they are, otherwise torch."""
+    usable = torch.device(device).type == "cuda" and dtype is torch.bfloat16 and find_spec("triton") is not None
+    return TritonTowerKernels() if usable else TowerKernels()
 
 
 def activate(name: str, x: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from emberline.models.vision.blocks import (
     Patches,
     Rotation,
     TowerWeights,
-    attention_of,
+    kernels_for,
     runs_of,
     total,
 )
@@ -36,7 +36,7 @@ class TowerEncoder(ABC):
         self.config, self.deterministic = config, deterministic
         self._device, self._group = weights.device, weights.group
         self._patches = Patches(config, weights.device, weights.dtype)
-        self._attend = attention_of(config, weights.device, weights.dtype)
+        self._kernels = kernels_for(weights.device, weights.dtype)
         self._embed, self._blocks = self.read_embedding(weights), self.read_blocks(weights)
         self.read_projector(weights)
         weights.check_all_taken()
@@ -106,13 +106,16 @@ class TowerEncoder(ABC):
             x = self.place(self._embed(torch.cat([self._patches.cut(tile) for tile in tiles])), grids)
         x = total(x, self._group)  # rank 0 alone has the pixels
         rotation, runs, operations = self.rotation(grids), runs_of(grids), self._block_operations(grids)
-        outputs: list[Tensor] = []
+        add_norm, outputs = self._kernels.add_norm, list[Tensor]()
+        added: Tensor | None = None  # to x, which the next norm does in the same pass over memory
         for number, block in enumerate(self._blocks):
-            x = block(x, self._attend, runs, rotation)
+            attended = block.attention(add_norm(x, added, block.norm), self._kernels, runs, rotation)
+            added = block.mlp(add_norm(x, attended, block.mlp_norm))
             if number in self.config.deepstack:
+                x, added = x.add_(added), None
                 outputs.append(self.deepstack(x, len(outputs)))
             yield operations
-        return torch.cat([self.project(x), *outputs], -1)
+        return torch.cat([self.project(x if added is None else x.add_(added)), *outputs], -1)
 
     def read_embedding(self, weights: TowerWeights) -> Linear:
         """Read the embedding of patches."""
