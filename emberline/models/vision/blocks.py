@@ -311,7 +311,7 @@ def runs_of(grids: Sequence[Grid]) -> list[Run]:
 
 
 class TowerKernels:
-    """What the blocks need beside products of matrices, in torch."""
+    """Norms and attention of the blocks, in torch."""
 
     def add_norm(self, x: Tensor, added: Tensor | None, norm: Norm) -> Tensor:
         """Add to x in place, and return the norm of the sum."""
@@ -331,7 +331,7 @@ class TowerKernels:
 
 
 class TritonTowerKernels(TowerKernels):
-    """The same on a CUDA device."""
+    """Norms and attention on a CUDA device, in Triton."""
 
     def add_norm(self, x: Tensor, added: Tensor | None, norm: Norm) -> Tensor:
         """Add to x in place, and return the norm of the sum, in one pass over memory."""
