@@ -17,7 +17,9 @@ from emberline.kv.cache import KVCache
 from emberline.kv.prefix_index import PrefixIndex
 from emberline.kv.tiers.fetch_policy import TierQueue
 from emberline.kv.tiers.messages import BlocksFetched, Saved
+from emberline.protocol import block_hash
 from emberline.protocol.block_hash import KVGroup
+from emberline.protocol.token_ids import pack
 from tests.engine.fakes import Drawn, Handle, request
 
 FULL = KVGroup("full", (0,), 1, 1, "float16")
@@ -93,10 +95,10 @@ def slow_prefill(monkeypatch):
     monkeypatch.setattr(AdmissionPolicy, "tokens_per_s", rate, raising=False)
 
 
-def engine():
+def engine(max_running=8):
     cache = KVCache([FULL], [1400], chunk=512)
     tier = MemoryTier()
-    limits = Limits(N_TOKENS + 100, VOCAB, (), 8, 512)
+    limits = Limits(N_TOKENS + 100, VOCAB, (), max_running, 512)
     return StepLoop(build_scheduler(cache, limits, "fake", tiers=tier), CountingRunner()), cache, tier
 
 
@@ -195,6 +197,25 @@ def test_a_sequence_that_waits_for_the_fetch_of_another_does_not_keep_the_loop_b
     for number, blocks in held_back:
         bring(number, blocks)
     run(loop, now_s, "b")
+
+
+def test_a_fetch_begins_while_the_request_is_queued():
+    """Every slot is taken: the session's blocks arrive meanwhile, and it is admitted without waiting for a tier."""
+    loop, cache, _ = engine(max_running=1)
+    session = [1 + n % 40 for n in range(N_TOKENS)]
+    loop.submit(request("first", session, max_tokens=2), 0.0)
+    now_s = run(loop, 0.0, "first")
+    loop.scheduler.purge(None, b"")
+    loop.submit(request("running", [1] * 20, max_tokens=80), now_s)
+    loop.step(now_s := now_s + STEP_S)
+    loop.submit(request("session", session, max_tokens=2), now_s)
+    for _ in range(30):
+        deltas = loop.step(now_s := now_s + STEP_S)
+        assert {delta.id for delta in deltas} <= {"running"}
+    assert (loop.load.running, loop.load.waiting, loop.load.fetching) == (1, 1, 0)
+    keys = block_hash.split(block_hash.chain(block_hash.root("fake", b""), pack(session)))
+    assert sum(key in cache.groups[0].index for key in keys) == len(session) // 16 - 1
+    run(loop, now_s, "session")
 
 
 def test_a_long_step_may_handle_more():
