@@ -43,14 +43,22 @@ def split_planes(numbers: Bytes, width: int) -> Planes:
     return Planes(top, rest, Checksum(*sums))
 
 
-def join_planes(top: Bytes, rest: Bytes, width: int) -> tuple[Bytes, Checksum]:
-    """The bytes of the numbers, [n * width], and their checksum."""
-    library = _library()
-    if library is None:
-        return join_planes_reference(top, rest, width)
-    out, sums = np.empty(top.size * width, np.uint8), (ctypes.c_uint64 * 2)()
-    library.em_join_planes(top.ctypes.data, rest.ctypes.data, top.size, width, out.ctypes.data, sums)
-    return out, Checksum(*sums)
+def join_planes(top: Bytes, rest: Bytes, width: int, into: Bytes | None = None) -> tuple[Bytes, Checksum]:
+    """The bytes of the numbers, [n * width], and their checksum.
+
+    into: memory for the bytes, [rows, columns * width]; rows may be apart from each other. It is returned then.
+    """
+    out = np.empty((1, top.size * width), np.uint8) if into is None else into
+    library, (rows, row_bytes) = _library(), out.shape
+    if library is None or (rows > 1 and row_bytes % 8):
+        numbers, checksum = join_planes_reference(top, rest, width)
+        out[:] = numbers.reshape(out.shape)
+    else:
+        sums = (ctypes.c_uint64 * 2)()
+        n, stride = row_bytes // width, out.strides[0]
+        library.em_join_planes(top.ctypes.data, rest.ctypes.data, rows, n, width, out.ctypes.data, stride, sums)
+        checksum = Checksum(*sums)
+    return (out[0] if into is None else out), checksum
 
 
 @cache
@@ -63,7 +71,7 @@ def _library() -> Any:
         for function in (library.em_split_planes, library.em_join_planes):
             function.restype = None
         library.em_split_planes.argtypes = [pointer, number, ctypes.c_int32, pointer, pointer, sums]
-        library.em_join_planes.argtypes = [pointer, pointer, number, ctypes.c_int32, pointer, sums]
+        library.em_join_planes.argtypes = [pointer, pointer, number, number, ctypes.c_int32, pointer, number, sums]
     except (BuildError, OSError, AttributeError) as error:
         _log.warning("%s; compressed weights are decoded by numpy, which is slower", error)
         return None

@@ -66,15 +66,15 @@ class LosslessTensor:
     def stored_bytes(self) -> int:
         return self.coded.nbytes + self.rest.nbytes + self.blocks.nbytes
 
-    def block(self, number: int) -> Bytes:
-        """The bytes of a block's numbers, [rows, columns * width], checked."""
+    def block(self, number: int, into: Bytes | None = None) -> Bytes:
+        """The bytes of a block's numbers, [rows, columns * width], checked; into: memory for them."""
         n, before = self.grid.size(number), self.grid.preceding(number) * (self.width - 1)
         start = int(self.blocks[number - 1, 0]) if number else 0
         end, total, running = map(int, self.blocks[number])
         try:
             numbers = decode_block(
                 self.coded[start:end], self.rest[before : before + n * (self.width - 1)], n, self.width,
-                Checksum(total, running),
+                Checksum(total, running), into,
             )  # fmt: skip
         except ValueError as error:
             raise self.damage(f"block {number}: {error}") from None
@@ -91,15 +91,18 @@ class LosslessTensor:
 
         def copy(number: int) -> None:
             in_rows, in_columns = self.grid.place(number)
-            block = self.block(number)
             top, bottom = max(rows.start, in_rows.start), min(rows.stop, in_rows.stop)
             left, right = max(columns.start, in_columns.start), min(columns.stop, in_columns.stop)
-            part = block[
+            target = out[
+                top - rows.start : bottom - rows.start, (left - columns.start) * width : (right - columns.start) * width
+            ]
+            if in_rows == slice(top, bottom) and in_columns == slice(left, right):
+                self.block(number, target)
+                return
+            target[:] = self.block(number)[
                 top - in_rows.start : bottom - in_rows.start,
                 (left - in_columns.start) * width : (right - in_columns.start) * width,
             ]
-            to_columns = slice((left - columns.start) * width, (right - columns.start) * width)
-            out[top - rows.start : bottom - rows.start, to_columns] = part
 
         def copy_all(some: list[int]) -> None:
             for number in some:

@@ -4,9 +4,10 @@
 #include <stdint.h>
 #include <string.h>
 
-// Fletcher's checksum over 64-bit words, the last padded with zeros: the sum, and the sum of the running sums.
+// Adds n bytes to Fletcher's checksum over 64-bit words, the last padded with zeros: the sum, and the sum of the running
+// sums.
 static void fletcher(const uint8_t *bytes, int64_t n, uint64_t sums[2]) {
-    uint64_t sum = 0, running = 0, word;
+    uint64_t sum = sums[0], running = sums[1], word;
     int64_t at = 0;
     for (; at + 8 <= n; at += 8) {
         memcpy(&word, bytes + at, 8);
@@ -61,12 +62,21 @@ void em_split_planes(const uint8_t *in, int64_t n, int32_t width, uint8_t *top, 
     if (width == 1) memcpy(top, in, n);
     else if (width == 2) split_2((const uint16_t *)in, n, top, rest);
     else split_4((const uint32_t *)in, n, top, rest);
+    sums[0] = sums[1] = 0;
     fletcher(in, n * width, sums);
 }
 
-void em_join_planes(const uint8_t *top, const uint8_t *rest, int64_t n, int32_t width, uint8_t *out, uint64_t sums[2]) {
-    if (width == 1) memcpy(out, top, n);
-    else if (width == 2) join_2(top, rest, n, (uint16_t *)out);
-    else join_4(top, rest, n, (uint32_t *)out);
-    fletcher(out, n * width, sums);
+// Joins rows of n numbers, whose first bytes are `stride` bytes apart in `out`. The checksum is that of the rows' bytes
+// one after the other: with several rows, n * width is a multiple of 8.
+void em_join_planes(
+    const uint8_t *top, const uint8_t *rest, int64_t rows, int64_t n, int32_t width, uint8_t *out, int64_t stride,
+    uint64_t sums[2]
+) {
+    sums[0] = sums[1] = 0;
+    for (int64_t row = 0; row < rows; row++, top += n, rest += n * (width - 1), out += stride) {
+        if (width == 1) memcpy(out, top, n);
+        else if (width == 2) join_2(top, rest, n, (uint16_t *)out);
+        else join_4(top, rest, n, (uint32_t *)out);
+        fletcher(out, n * width, sums);
+    }
 }

@@ -42,3 +42,16 @@ def test_the_checksum_notices_each_flipped_bit_and_a_changed_order() -> None:
         assert byte_planes.split_planes(numbers, 2).checksum != checksum
         numbers[bit // 8] ^= 1 << bit % 8
     assert byte_planes.split_planes(np.roll(numbers, 8), 2).checksum != checksum
+
+
+@pytest.mark.parametrize("columns", [4, 3, 64])
+@pytest.mark.parametrize("width", [1, 2, 4])
+def test_rows_are_joined_apart_from_each_other(width: int, columns: int) -> None:
+    numbers = patterns(width)[: 16 * columns * width]
+    planes, around = byte_planes.split_planes(numbers, width), np.full((16, (columns + 5) * width), 7, np.uint8)
+    inside = slice(3 * width, (3 + columns) * width)
+    joined, checksum = byte_planes.join_planes(planes.top, planes.rest, width, around[:, inside])
+    assert checksum == planes.checksum
+    assert np.array_equal(joined.reshape(-1), numbers)
+    around[:, inside] = 7
+    assert (around == 7).all()
