@@ -22,7 +22,7 @@ from emberline.kernels.gpu.elementwise import gated_activation
 from emberline.kernels.gpu.formats.dense import DenseMatrix
 from emberline.kernels.gpu.formats.matrix_format import Fusion
 from emberline.kernels.gpu.launch import cdiv, compiling_only
-from emberline.kernels.gpu.lossless import LosslessMatrix, decode_rows, pack_lossless
+from emberline.kernels.gpu.lossless import DecodingTile, LosslessMatrix, decode_rows, pack_lossless
 from emberline.kernels.gpu.lossless_gemm import (
     LosslessGemmTile,
     LosslessGemvTile,
@@ -30,7 +30,9 @@ from emberline.kernels.gpu.lossless_gemm import (
     lossless_gemm_floats,
     lossless_gemv,
 )
+from emberline.kernels.gpu.lossless_hopper import LosslessHopperTile, lossless_hopper_gemm
 
+DECODING = ((16, 128, 4), (8, 128, 4))
 HIDDEN, WIDTH = 4096, 14336
 ESCAPES = 2e-4  # share of weights, of trained matrices
 EPS = 1e-5
@@ -56,28 +58,27 @@ SHAPES = (
 
 def gemv_tiles(shape: Shape) -> list[LosslessGemvTile]:
     if shape.k > 8192:
-        found = [(1, 16, 1), (2, 16, 1), (4, 16, 1), (1, 8, 1), (1, 8, 2), (2, 8, 1), (1, 16, 2)]
-    elif shape.gate:
-        found = [(1, 4, 3), (1, 4, 4), (1, 4, 5), (2, 4, 2), (2, 4, 3), (1, 8, 2), (1, 8, 3), (2, 8, 2), (1, 2, 6)]
+        found: list[tuple[int, ...]] = [
+            (16, 1),
+            (8, 2, 128),
+            (16, 1, 128, 2),
+            (8, 2, 128, 2),
+            (16, 1, 128, 4),
+            (8, 2, 128, 4),
+        ]
     else:
-        found = [(1, 4, 4), (1, 4, 6), (2, 4, 3), (2, 4, 4), (2, 4, 5), (4, 4, 2), (4, 4, 3), (2, 8, 2), (4, 8, 2)]
+        found = [(4, 4), (4, 5, 96)]
     return [LosslessGemvTile(*each) for each in found]
 
 
 def gemm_tiles(shape: Shape, m: int) -> list[LosslessGemmTile]:
     if m <= 16:
         t = 8 if m <= 8 else 16
-        found = [(64, 64, t, 4, 4), (64, 64, t, 6, 4), (64, 32, t, 8, 4), (128, 64, t, 3, 8), (64, 128, t, 3, 4)]
-        if shape.gate:
-            found = [(64, 64, t, 3, 4), (64, 64, t, 4, 4), (64, 32, t, 6, 4), (128, 64, t, 2, 8), (128, 32, t, 4, 8)]
+        found = [(64, 64, t, 4, 4), (64, 64, t, 3, 4), (64, 64, t, 2, 4)]
     elif m <= 64:
-        found = [(64, 64, 64, 3, 4), (64, 32, 64, 5, 4), (128, 32, 64, 4, 8), (128, 64, 64, 2, 8)]
-        if shape.gate:
-            found = [(64, 32, 64, 4, 4), (128, 32, 64, 3, 8), (64, 64, 64, 2, 4), (128, 64, 64, 2, 8)]
+        found = [(64, 64, 64, 3, 4), (64, 64, 64, 2, 4), (128, 32, 64, 4, 8), (128, 64, 64, 2, 8)]
     else:
-        found = [
-            (128, 32, 256, 2, 8), (128, 16, 256, 4, 8), (128, 32, 128, 3, 8), (64, 32, 256, 2, 4), (128, 16, 128, 5, 8),
-        ]  # fmt: skip
+        found = [(128, 32, 128, 3, 8), (128, 64, 128, 2, 8)]
     tiles = [
         LosslessGemmTile(rows, halves, tokens, splits, stages, warps)
         for rows, halves, tokens, stages, warps in found
@@ -87,21 +88,40 @@ def gemm_tiles(shape: Shape, m: int) -> list[LosslessGemmTile]:
     return [
         tile
         for tile, count in zip(tiles, programs, strict=True)
-        if tile.splits == 1 or (not shape.gate and 64 <= count <= 400 and shape.k >= 1024 * tile.splits)
+        if tile.splits == 1 or (64 <= count <= 600 and shape.k >= 1024 * tile.splits)
+    ]
+
+
+def hopper_tiles(shape: Shape, m: int) -> list[LosslessHopperTile]:
+    if m <= 8:
+        found = [(64, 8, 6, 8), (64, 8, 4, 8), (128, 8, 3, 8), (128, 8, 4, 8)]
+    elif m <= 64:
+        found = [(128, 64, 3, 6), (64, 64, 4, 4), (64, 64, 3, 4), (128, 64, 2, 4)]
+    else:
+        found = [(128, 256, 2, 3), (128, 128, 2, 4), (128, 128, 3, 4), (64, 256, 3, 3), (64, 128, 2, 2)]
+    return [
+        LosslessHopperTile(rows, tokens, splits, stages, token_stages)
+        for rows, tokens, stages, token_stages in found
+        for splits in (1, 2, 4, 8)
+        if splits == 1 or cdiv(shape.n * (1 + shape.gate), rows) * splits <= 600
     ]
 
 
 class Bench:
-    def __init__(self, card: Card, most: int) -> None:
-        self.card = card
+    def __init__(self, card: Card, most: int, hopper: bool) -> None:
+        self.card, self.hopper = card, hopper
         attention = (AttentionShape(32, 8, 128),)
         sizes = WorkspaceSizes(HIDDEN, 128_256, attention, WIDTH, most, 64, 64, 2, True)
         self.workspace = Workspace(sizes, card.device, card.dtype)
         self.multiply = Matmul(self.workspace, False, True)
         self.norm = torch.rand(HIDDEN, device=card.device) + 0.5
+        self.partial = torch.empty(64 << 20, dtype=torch.float32, device=card.device)
+        self.made: dict[Shape, tuple[list[Tensor], list[LosslessMatrix]]] = {}
 
     def weights(self, shape: Shape) -> tuple[list[Tensor], list[LosslessMatrix]]:
         """Enough matrices to come from memory in turn."""
+        if shape in self.made:
+            return self.made[shape]
         n = shape.n * (1 + shape.gate)
         count = max(2, cdiv(260_000_000, 2 * n * shape.k))
         dense = []
@@ -111,7 +131,8 @@ class Bench:
             rows, cols = (torch.randint(0, top, (n_escapes,), device=weight.device) for top in weight.shape)
             weight[rows, cols] *= 2.0**-30
             dense.append(weight)
-        return dense, [pack_lossless(weight) for weight in dense]
+        self.made[shape] = dense, [pack_lossless(weight) for weight in dense]
+        return self.made[shape]
 
     def tune(self, shape: Shape, m: int) -> dict[str, Any]:
         """Microseconds of BF16 and of every tile config."""
@@ -126,14 +147,30 @@ class Bench:
         runs: dict[str, Callable[[int], None]] = {}
         if m == 1:
             for each in gemv_tiles(shape):
-                runs[f"{each.rows} {each.warps} {each.per_sm}"] = lambda i, tile=each: lossless_gemv(
-                    x, packed[i % len(packed)], out, tile, norm=norm, eps=EPS, gate=int(shape.gate), add=shape.add
-                )
+                for pdl in (0, 1):
+                    runs[f"{each.warps} {each.per_sm} {each.registers} pdl {pdl}"] = (
+                        lambda i, tile=each, pdl=pdl: lossless_gemv(
+                            x, packed[i % len(packed)], out, tile, norm=norm, eps=EPS, gate=int(shape.gate),
+                            add=shape.add, pdl=pdl,
+                        )
+                    )  # fmt: skip
         else:
             for tile in gemm_tiles(shape, m):
-                if lossless_gemm_floats(shape.n, m, tile, shape.gate) <= self.workspace.matmul.numel():
-                    name = f"{tile.rows} {tile.halves} {tile.tokens} /{tile.splits} {tile.stages} {tile.warps}"
-                    runs[name] = lambda i, tile=tile: self._gemm(x, packed[i % len(packed)], out, shape, tile)
+                for apart in (False, True) if shape.gate and m > 8 else (False,):
+                    gated, n = shape.gate and not apart, shape.n * (2 if apart else 1)
+                    if (tile.splits > 1 or tile.tokens > 128) and gated:
+                        continue
+                    if lossless_gemm_floats(n, m, tile, gated) <= self.workspace.matmul.numel():
+                        name = f"{tile.rows} {tile.halves} {tile.tokens} /{tile.splits} {tile.stages} {tile.warps}"
+                        runs[name + " apart" * apart] = lambda i, tile=tile, apart=apart: self._gemm(
+                            x, packed[i % len(packed)], out, shape, tile, apart
+                        )
+        if self.hopper and (m > 1 or not shape.norm):
+            for hopper in hopper_tiles(shape, m):
+                name = f"hopper {hopper.rows} {hopper.tokens} /{hopper.splits} {hopper.stages} {hopper.token_stages}"
+                runs[name] = lambda i, tile=hopper: lossless_hopper_gemm(
+                    x, packed[i % len(packed)], out, tile, self.partial, gate=int(shape.gate), add=shape.add, pdl=1
+                )
         with compiling_only():
             for run in runs.values():
                 run(0)
@@ -157,39 +194,45 @@ class Bench:
         )
         return {"bf16": bf16, "tiles": found}
 
-    def _gemm(self, x: Tensor, packed: LosslessMatrix, out: Tensor, shape: Shape, tile: LosslessGemmTile) -> None:
+    def _gemm(
+        self, x: Tensor, packed: LosslessMatrix, out: Tensor, shape: Shape, tile: LosslessGemmTile, apart: bool
+    ) -> None:
         partial, counters = self.workspace.matmul, self.workspace.counters
-        if shape.gate and len(x) > 64:
+        if apart:
             both = self.workspace.take("gate_up", len(x), 2 * shape.n)
             lossless_gemm(x, packed, both, tile, partial, counters, pdl=2)
             gated_activation(both, "silu", out, pdl=True)
             return
         lossless_gemm(x, packed, out, tile, partial, counters, gate=int(shape.gate), add=shape.add, pdl=2)
 
-    def decoding(self, shape: Shape) -> dict[str, float]:
-        """Microseconds to decode a matrix in pieces of 32 MiB, and for the products of 2,048 tokens with them."""
+    def decoding(self, shape: Shape, m: int) -> dict[str, float]:
+        """Microseconds to decode a matrix in pieces of several sizes, and for the products of m tokens with them."""
         dense, packed = self.weights(shape)
-        n, rows = dense[0].shape[0], (32 << 20) // (2 * shape.k) // 64 * 64
-        memory = torch.empty(rows, shape.k, dtype=self.card.dtype, device=self.card.device)
-        x = self.card.noise(2048, shape.k)
-        out = self.card.noise(2048, n)
+        n, found = dense[0].shape[0], dict[str, float]()
+        x, out = self.card.noise(m, shape.k), self.card.noise(m, n)
+        found["bf16"] = time_us(lambda i: torch.mm(x, dense[i % len(dense)].T, out=out), 4)
+        for mib in (32, 128, 256):
+            rows = (mib << 20) // (2 * shape.k) // 64 * 64
+            if mib > 32 and rows >= 4 * n:
+                continue
+            memory = torch.empty(min(n, rows), shape.k, dtype=self.card.dtype, device=self.card.device)
+            for each in DECODING if mib == 32 else DECODING[:1]:
+                tile = DecodingTile(*each)
 
-        def decode(i: int) -> None:
-            for first in range(0, n, rows):
-                decode_rows(packed[i % len(packed)], memory[: min(rows, n - first)], first=first)
+                def decode(i: int, rows: int = rows, tile: DecodingTile = tile, memory: Tensor = memory) -> None:
+                    for first in range(0, n, rows):
+                        decode_rows(packed[i % len(packed)], memory[: min(rows, n - first)], first=first, tile=tile)
 
-        def both(i: int) -> None:
-            for first in range(0, n, rows):
-                part = memory[: min(rows, n - first)]
-                decode_rows(packed[i % len(packed)], part, first=first)
-                torch.mm(x, part.T, out=out[:, first : first + rows])
+                found[f"decode {mib} {each}"] = round(time_us(decode, 4), 1)
 
-        found = {
-            "decode": time_us(decode, 4),
-            "decode, multiply": time_us(both, 4),
-            "bf16": time_us(lambda i: torch.mm(x, dense[i % len(dense)].T, out=out), 4),
-        }
-        print(f"{shape.name:9} 2048  " + ", ".join(f"{name} {us:.1f}" for name, us in found.items()), flush=True)
+            def both(i: int, rows: int = rows, memory: Tensor = memory) -> None:
+                for first in range(0, n, rows):
+                    part = memory[: min(rows, n - first)]
+                    decode_rows(packed[i % len(packed)], part, first=first)
+                    torch.mm(x, part.T, out=out[:, first : first + rows])
+
+            found[f"both {mib}"] = round(time_us(both, 4), 1)
+        print(f"{shape.name:9} {m}  " + ", ".join(f"{name}: {us:.1f}" for name, us in found.items()), flush=True)
         return found
 
 
@@ -207,16 +250,44 @@ def check_bits(device: str) -> None:
     print("bits: equal")
 
 
+def check_hopper() -> None:
+    """The Gluon kernel against products of the decoded matrix, on odd sizes, with escapes and raw rows that matter."""
+    for m, n, k, tile in (
+        (8, 320, 1024, LosslessHopperTile(64, 8, 1, 4, 8)),
+        (61, 1000, 2048, LosslessHopperTile(128, 64, 4, 3, 6)),
+        (250, 640, 4096, LosslessHopperTile(128, 256, 2, 2, 3)),
+        (300, 640, 1024, LosslessHopperTile(64, 128, 1, 2, 2)),
+    ):
+        for gate, add in ((0, False), (1, False), (0, True)):
+            weight = torch.randn(n * (1 + gate), k, device="cuda").bfloat16() * 0.02
+            weight[5, 9], weight[1, 3], weight[n - 1, :3] = 70.0, 1e-20, 3.0
+            weight[7], weight[n // 2, ::2] = 0.0, 1e-9
+            x, out = torch.randn(m, k, device="cuda").bfloat16(), torch.randn(m, n, device="cuda").bfloat16()
+            want = x.float() @ weight.float().T
+            want = torch.nn.functional.silu(want[:, :n]) * want[:, n:] if gate else want + out * add
+            partial = torch.full((8 << 20,), torch.nan, device="cuda")
+            lossless_hopper_gemm(x, pack_lossless(weight), out, tile, partial, gate=gate, add=add, pdl=1)
+            off = float((out.float() - want).norm() / want.norm())
+            print(f"hopper {m} {n} {k} gate {gate} add {add} {tile}: off by {off:.1e}", flush=True)
+            if not off < 1e-2:
+                raise AssertionError("the product is wrong")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--batches", nargs="*", type=int, default=[1, 8, 64, 256])
     parser.add_argument("--out", type=Path, help="write the figures here, as JSON")
+    parser.add_argument("--hopper", action="store_true", help="time the kernels for Hopper too")
+    parser.add_argument("--check-hopper", action="store_true", help="only check them")
     args = parser.parse_args()
     torch.manual_seed(0)
+    if args.check_hopper:
+        check_hopper()
+        return
     check_bits("cuda")
     card = Card.measured()
     print(f"copy {card.bytes_s / 1e12:.2f} TB/s, matmul {card.flop_s / 1e12:.0f} TFLOP/s")
-    bench, figures = Bench(card, 2048), dict[str, Any]()
+    bench, figures = Bench(card, 8192, args.hopper), dict[str, Any]()
     for m in args.batches:
         totals = [0.0, 0.0]
         for shape in SHAPES:
@@ -226,12 +297,12 @@ def main() -> None:
             if shape.name != "head":
                 totals[0] += found["bf16"]
                 totals[1] += min((us for us in found["tiles"].values() if us == us), default=float("nan"))
-            torch.cuda.empty_cache()
         print(
             f"layer     {m:4}  bf16 {totals[0]:7.1f}  best {totals[1]:7.1f} ({totals[0] / totals[1]:.2f}x)", flush=True
         )
     for shape in SHAPES[:4]:
-        figures[f"{shape.name} decoding"] = bench.decoding(shape)
+        for m in (256, 8192):
+            figures[f"{shape.name} decoding {m}"] = bench.decoding(shape, m)
     figures["median bf16"] = statistics.median(f["bf16"] for f in figures.values() if "tiles" in f)
     if args.out is not None:
         args.out.write_text(json.dumps(figures, indent=1))

@@ -19,7 +19,14 @@ from emberline.engine.planning.hardware import GIB, Gpu
 from emberline.engine.planning.step_time import StageWork, Step, StepSeconds
 from emberline.engine.runners.gpu.memory_budget import device_memory_budget
 from emberline.engine.runners.gpu.rank_memory import StepMemory, bound_context, draft_weight_bytes, weight_bytes
-from emberline.engine.runners.gpu.weight_storage import Room, WeightStorage, choose, wanted_kv_bytes
+from emberline.engine.runners.gpu.weight_storage import (
+    FASTER_GPUS,
+    Room,
+    WeightStorage,
+    choose,
+    few_sequences,
+    wanted_kv_bytes,
+)
 from emberline.kernels.backend import Layer
 from emberline.kv.groups import all_sequences, one_sequence, split_bytes
 from emberline.models.decoder import Decoder
@@ -306,7 +313,8 @@ class Planner:
         step = StepMemory.of(plain.model, limits, speculates=True, head=plain.head)
         room = int(self._share * self.gpu.memory) - self.gpu.memory + free - step.total
         wanted = wanted_kv_bytes(plain.model, self.limits, self._kv_bytes)
-        return Room(weight_bytes(plain.model), weight_bytes(packed.model), room, wanted)
+        few = few_sequences(self.limits, self.gpu.name in FASTER_GPUS)
+        return Room(weight_bytes(plain.model), weight_bytes(packed.model), room, wanted, few)
 
     def _stage(self, layout: Layout, split: StageSplit, stage: int, compress: bool = False) -> _Stage:
         """Work of the stage's last rank, which has the most where the vocabulary does not divide."""

@@ -1,5 +1,5 @@
-"""Kernels by the real compiler, for a GPU that need not be there: of experts, around drafts, between stages, and with
-assembly.
+"""Kernels by the real compiler, for a GPU that need not be there: of experts, around drafts, between stages, with
+assembly, and in Gluon.
 
 The interpreter runs what a compiler rejects, such as a name that changes its type inside a branch.
 """
@@ -123,13 +123,39 @@ types = {"q": f"tensordesc<bf16[64, 64],{shared}>", "kv": f"tensordesc<bf16[16, 
 others = ["*bf16", *["*i32"] * 4, "*fp32", "*fp32", "fp32", "i32", "i32", "constexpr", "constexpr"]
 types |= dict(zip(names, others, strict=True))
 constants = {(len(names),): 64, (len(names) + 1,): 1}
-latent_attention = GluonASTSource(hopper._latent_attention_hopper, types, constants, {})
+source = GluonASTSource(hopper._latent_attention_hopper, types, constants, {})
+"""
+LOSSLESS = """
+from emberline.kernels.gpu.lossless import _decode_rows
+from emberline.kernels.gpu.lossless_gemm import _lossless_gemv
+from emberline.kernels.gpu.lossless_hopper import _finish_product
+
+apart = ["*fp32", "*i32", "*i32", "*bf16", "*bf16"]  # scales, escapes and raw rows
+rows = ["*i16", *apart, "*i32", "*bf16", *["i32"] * 5, "fp32"]
+compiled(_decode_rows, rows, FACTOR=0, IDS=0, TILE_HALVES=64, ROWS=16, HALVES=128, SLOTS=64)
+for gate in (0, 1):
+    shared = {"BIAS": 0, "GATE": gate, "ADD": 1 - gate, "PDL": 1}
+    types = ["*bf16", "*i32", *apart, "*bf16", "*fp32", "*bf16", "i32", "i32", "i32", "fp32"]
+    compiled(_lossless_gemv, types, **shared, NORM=1, TILE_HALVES=64, WORDS=512, THREADS=128)
+    types = ["*fp32", "*bf16", *apart, "*bf16", "*bf16", *["i32"] * 5]
+    compiled(_finish_product, types, **shared, SPLITS=2, ROWS=64, TOKENS=64, SLOTS=64)
+print("compiled")
+"""
+LOSSLESS_HOPPER = """
+from triton.experimental.gluon._runtime import GluonASTSource
+from emberline.kernels.gpu.lossless_hopper import _SHARED, _lossless_hopper
+
+names = _lossless_hopper.arg_names
+others = ["*fp32", *["i32"] * 5, *["constexpr"] * 5]
+maps = [f"tensordesc<bf16[256, 64],{_SHARED!r}>", f"tensordesc<i16[128, 64],{_SHARED!r}>"]
+constants = dict(zip([(i,) for i in range(8, 13)], [1, 128, 256, 2, 4], strict=True))
+source = GluonASTSource(_lossless_hopper, dict(zip(names, [*maps, *others], strict=True)), constants, {})
 """
 COMPILED_BY_GLUON = """
 import triton
 from triton.backends.compiler import GPUTarget
 
-triton.compile(latent_attention, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
+triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
 print("compiled")
 """
 
@@ -144,6 +170,8 @@ print("compiled")
         (COMPILED + STAGES, "compiled"),
         (LATENTS, "not specialized"),
         (HOPPER + COMPILED_BY_GLUON, "compiled"),
+        (COMPILED + LOSSLESS, "compiled"),
+        (LOSSLESS_HOPPER + COMPILED_BY_GLUON, "compiled"),
     ],
 )
 def test_kernels_compile(tmp_path: Path, program: str, says: str) -> None:

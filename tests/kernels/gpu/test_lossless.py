@@ -117,7 +117,7 @@ def test_one_token(raw: bool, norm: bool, bias: bool, gate: int, add: bool) -> N
     matrix, x, out = pack_lossless(w, more), noise(1, k, seed=1), noise(1, n, seed=3)
     weight = noise(k, seed=4).float() + 1 if norm else None
     want = expected(x, w.to(x.dtype), out, weight, more, gate, add)
-    lossless_gemv(x, matrix, out, LosslessGemvTile(4, 1, 1), norm=weight, eps=1e-5, gate=gate, add=add)
+    lossless_gemv(x, matrix, out, LosslessGemvTile(1, 1), norm=weight, eps=1e-5, gate=gate, add=add)
     assert error(out, want) < LIMIT
 
 

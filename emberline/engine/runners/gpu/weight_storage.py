@@ -1,7 +1,8 @@
 """Storage of a rank's BF16 weights in a GPU's memory, plain or losslessly packed: `--weights plain|compressed|auto`.
 
-Packed weights take about a quarter less memory, which becomes room for KV. `auto` packs them where the KV cache would
-otherwise be too small for the sequences that the limits allow. It makes nothing of speed: no card has been measured.
+Packed weights take about a quarter less memory, which becomes room for KV, and few sequences decode faster from them.
+`auto` packs them where the KV cache would otherwise be too small for the sequences that the limits allow, and on Hopper
+GPUs where the limits allow no more sequences than decode faster.
 """
 
 import logging
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from emberline.weights.outline import TensorSource
 
 EXPECTED_TOKENS = 4096  # of a sequence, prompt and reply: what `emberline plan` assumes of a prompt
+FASTER_SEQUENCES = 8  # up to so many decode faster from packed weights, measured on an H200
+FASTER_GPUS = ("H100", "H200")  # as plans name them
 GIB = 1 << 30
 
 WeightStorage = Literal["plain", "compressed", "auto"]
@@ -37,6 +40,12 @@ class Room(NamedTuple):
     packed: int
     kv: int  # for KV with plain weights; below 0 where not even they fit
     wanted: int  # for KV
+    few: int = 0  # the most sequences of a step, if they decode faster from packed weights; else 0
+
+
+def few_sequences(limits: Limits, is_hopper: bool) -> int:
+    """The value of `Room.few`."""
+    return limits.max_running if is_hopper and limits.max_running <= FASTER_SEQUENCES else 0
 
 
 def choose(asked: WeightStorage, room: Room) -> Choice:
@@ -46,6 +55,8 @@ def choose(asked: WeightStorage, room: Room) -> Choice:
         return Choice(False, "the checkpoint has no BF16 matrix that becomes smaller")
     if asked == "compressed":
         return Choice(True, f"asked for: {saved / GIB:.1f} GiB are saved")
+    if room.few:
+        return Choice(True, f"up to {room.few} sequences decode faster from them: {saved / GIB:.1f} GiB are saved")
     has, wanted = f"{max(0, room.kv) / GIB:.1f} GiB", f"{room.wanted / GIB:.1f} GiB"
     if room.kv >= room.wanted:
         return Choice(False, f"plain weights leave {has} for KV, and {wanted} are wanted")
@@ -78,7 +89,8 @@ def choose_on_device(
     import torch
 
     free, total = torch.cuda.mem_get_info(device)
-    choice = choose(asked, room_of(source, shard, limits, total, free, kv_bytes, memory_share))
+    is_hopper = torch.cuda.get_device_capability(device) == (9, 0)
+    choice = choose(asked, room_of(source, shard, limits, total, free, kv_bytes, memory_share, is_hopper))
     _log.info("weights: %s, because %s", "compressed" if choice.compress else "plain", choice.reason)
     return choice.compress
 
@@ -91,6 +103,7 @@ def room_of(
     free: int,
     kv_bytes: int | None,
     memory_share: float,
+    is_hopper: bool,
 ) -> Room:
     """Count a rank's weights in both forms, by laying its model out without memory."""
     from emberline.engine.runners.gpu.rank_memory import StepMemory, bound_context, weight_bytes
@@ -100,4 +113,4 @@ def room_of(
     n_plain, n_packed = weight_bytes(plain), weight_bytes(packed)
     step = StepMemory.of(plain, bound_context(limits, plain, max(0, free - n_plain)), speculates=True)
     room = int(memory_share * total) - (total - free) - n_plain - step.total
-    return Room(n_plain, n_packed, room, wanted_kv_bytes(plain, limits, kv_bytes))
+    return Room(n_plain, n_packed, room, wanted_kv_bytes(plain, limits, kv_bytes), few_sequences(limits, is_hopper))

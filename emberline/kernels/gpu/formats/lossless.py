@@ -5,14 +5,30 @@ that becomes smaller. Deterministic mode decodes the matrix for the batch-invari
 """
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from emberline.kernels.gpu.elementwise import gated_activation
-from emberline.kernels.gpu.formats.matrix_format import GATES, Fusion, Launcher, MatrixFormat
-from emberline.kernels.gpu.lossless import MAX_COLUMNS, LosslessMatrix, LosslessPacker, decode_rows, lossless_bytes
+from emberline.kernels.gpu.formats.matrix_format import (
+    DEQUANTIZED_BYTES,
+    GATES,
+    Fusion,
+    Launcher,
+    MatrixFormat,
+)
+from emberline.kernels.gpu.launch import INTERPRETED
+from emberline.kernels.gpu.lossless import (
+    MAX_COLUMNS,
+    ROW_PIECE,
+    TILES,
+    LosslessMatrix,
+    LosslessPacker,
+    decode_rows,
+    lossless_bytes,
+)
 from emberline.kernels.gpu.lossless_gemm import (
     MAX_GATED,
     MAX_GEMV_COLS,
@@ -23,6 +39,7 @@ from emberline.kernels.gpu.lossless_gemm import (
     lossless_gemv_tile,
 )
 
+MAX_HOPPER = 256  # tokens; above, the matrix is decoded for cuBLAS
 WORTHWHILE = 0.9  # a matrix is packed if it takes less than this share of its bytes as BF16
 
 
@@ -54,11 +71,13 @@ class Lossless(MatrixFormat):
         after_attention: bool = False,
     ) -> None:  # fmt: skip
         (m, n), k, workspace, gated = out.shape, matrix.k, on.workspace, bool(fusion.gate)
-        if m == 1 and k <= MAX_GEMV_COLS:
+        if m == 1 and k <= MAX_GEMV_COLS and k % 2 == 0 and not INTERPRETED:
             lossless_gemv(
-                x, matrix, out, lossless_gemv_tile(n, k, gated), norm=fusion.norm, eps=fusion.eps, gate=fusion.gate,
+                x, matrix, out, lossless_gemv_tile(k), norm=fusion.norm, eps=fusion.eps, gate=fusion.gate,
                 add=fusion.add, pdl=on.pdl,
             )  # fmt: skip
+            return
+        if self._multiply_on_hopper(on, x, matrix, out, fusion):
             return
         apart = gated and m > MAX_GATED  # gate and up are one product of twice the columns
         tile = lossless_gemm_tile(m, 2 * n if apart else n, k, gated and not apart)
@@ -72,3 +91,43 @@ class Lossless(MatrixFormat):
         )  # fmt: skip
         if apart:
             gated_activation(product, GATES[fusion.gate], out, pdl=on.pdl)
+
+    def product(self, on: Launcher, x: Tensor, matrix: LosslessMatrix, out: Tensor, add: bool) -> None:
+        """Multiply the matrix in pieces of rows if it is too large for the workspace, or decode it for the library."""
+        if on.deterministic or len(x) > MAX_HOPPER or _hopper() is None or matrix.shape[0] <= ROW_PIECE:
+            super().product(on, x, matrix, out, add)
+            return
+        for first in range(0, matrix.shape[0], ROW_PIECE):
+            rows = slice(first, min(matrix.shape[0], first + ROW_PIECE))
+            piece, part = matrix.rows(rows.start, rows.stop), out[:, rows]
+            if not self._multiply_on_hopper(on, x, piece, part, Fusion(add=add)):
+                super().product(on, x, piece, part, add)
+
+    def _multiply_on_hopper(
+        self, on: Launcher, x: Tensor, matrix: LosslessMatrix, out: Tensor, fusion: Fusion
+    ) -> bool:  # fmt: skip
+        """Multiply by the kernels for Hopper. Returns False if others must do it: on other GPUs, for other sizes, and
+        where the sums have no room."""
+        hopper, m, (rows, k) = _hopper(), len(x), matrix.shape
+        if hopper is None or m > MAX_HOPPER or k % TILES[0] or x.dtype != torch.bfloat16 or out.dtype != x.dtype:
+            return False
+        tile, room = hopper.lossless_hopper_tile(m, rows, k), DEQUANTIZED_BYTES // 4
+        if tile is None or hopper.lossless_hopper_floats(rows, m, tile) > room:
+            return False
+        if fusion.norm is None and (x.stride(0) % 8 or x.data_ptr() % 16):  # not what the copy engine reads
+            return False
+        x, partial = on.normed(x, fusion), on.workspace.take("dequantized", room, dtype=torch.float32)
+        hopper.lossless_hopper_gemm(x, matrix, out, tile, partial, gate=fusion.gate, add=fusion.add, pdl=on.pdl)
+        return True
+
+
+@cache
+def _hopper() -> Any | None:
+    """The module of the kernels for Hopper, where they run: not with a Triton that has no Gluon."""
+    if INTERPRETED or not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        return None
+    try:
+        from emberline.kernels.gpu import lossless_hopper
+    except ImportError:
+        return None
+    return lossless_hopper

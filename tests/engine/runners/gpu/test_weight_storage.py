@@ -33,6 +33,7 @@ def room(kv: float, wanted: float, packed: float = 11.3) -> Room:
         ("auto", room(9, 10), True, "leave 9.0 GiB for KV, and 10.0 GiB are wanted: 3.7 GiB are saved"),
         ("auto", room(-3, 10), True, "leave 0.0 GiB"),
         ("auto", room(9, 10, packed=16), False, "no BF16 matrix"),
+        ("auto", room(90, 10)._replace(few=4), True, "up to 4 sequences decode faster from them: 3.7 GiB"),
     ],
 )
 def test_the_choice_and_its_reason(asked, case: Room, compress: bool, reason: str) -> None:
@@ -43,7 +44,7 @@ def test_the_choice_and_its_reason(asked, case: Room, compress: bool, reason: st
 
 def test_a_plan_counts_packed_weights() -> None:
     source, plans = OutlineCheckpoint(LLAMA_8B), {}
-    for weights, max_running in (("plain", 256), ("compressed", 256), ("auto", 256), ("auto", 16)):
+    for weights, max_running in (("plain", 256), ("compressed", 256), ("auto", 256), ("auto", 16), ("auto", 8)):
         config = source.config
         limits = Limits(config.context_len, config.vocab_size, config.eos_ids, max_running, 8192)
         planner = Planner(source, parse_gpus("1xH200")[1], limits, weights=weights)
@@ -55,6 +56,7 @@ def test_a_plan_counts_packed_weights() -> None:
     assert packed.weights_bytes < 0.76 * plain.weights_bytes
     assert plans["auto", 256].compressed  # 256 sequences of 4,096 tokens want more KV than plain weights leave
     assert not plans["auto", 16].compressed
+    assert plans["auto", 8].compressed  # so few decode faster
 
 
 def test_a_worker_that_is_told_to_verifies_before_it_loads(tmp_path: Path) -> None:
