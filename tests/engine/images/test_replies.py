@@ -120,7 +120,7 @@ def test_images_are_encoded_in_pieces_beside_a_reply(model: tuple[Path, Any], fa
     folder, reference = model
     engine = SmallEngine(folder, GpuRunner, pieces=True)
     first, second, same = Prompt(folder, family, [0], seed=1), Prompt(folder, family, [1, 2], seed=2), []
-    engine.loop.submit(first.request("first", 20), 0.0)
+    engine.loop.submit(first.request("first", 14), 0.0)
     found: dict[str, list[int]] = {"first": [], "second": [], "third": []}
     n_before = 0  # tokens of the first reply before any of the others
     while engine.loop.busy:
@@ -132,7 +132,7 @@ def test_images_are_encoded_in_pieces_beside_a_reply(model: tuple[Path, Any], fa
             engine.loop.submit(first.request("third"), 0.0)  # its image is cached
         if not found["second"]:
             n_before = len(found["first"])
-    assert found["first"] == first.expected(reference, 20)
+    assert found["first"] == first.expected(reference, 14)
     assert (found["second"], found["third"]) == (second.expected(reference), first.expected(reference))
     assert n_before >= 2 + 2 * 4  # two tiles of four blocks
     assert (engine.load.image_tiles_encoded, engine.load.image_tiles_reused) == (3, 1)
