@@ -141,6 +141,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--port", type=int, help="of a running Emberline with the model; default: one is started")
     parser.add_argument("--json", type=Path, default=Path("bench-tool-validity.json"), help="where the figures go")
     options = parser.parse_args(argv)
+    if options.forced and "ollama" in options.apis.split(","):
+        parser.error("Ollama's API cannot force a call: leave --forced or ollama out")
     ended_by_sigterm()
     todo = list(cases(load(), options.schemas, both=options.both))
     data = ROOT / ".cache" / "tool-validity"
