@@ -522,18 +522,17 @@ class TierManager:
         copied: list[tuple[SavedBlock, Slot]] = []
         for group in {block.group for block in blocks}:
             wanted = [block for block, lacks in zip(blocks, lacked) if lacks and block.group == group]
-            slots = self._host.take(self.sizes[group], len(wanted), wait_s=0.05) if wanted else []
-            self._n_unsaved += len(wanted) - len(slots)
-            if not slots:
-                continue  # all are in use: what is not saved now is lost when the device evicts it
-            pairs = list(zip(wanted, slots))
-            try:
-                self._mover.save([BlockCopy(group, block.block, slot) for block, slot in pairs]).wait()
-            except Exception:
-                self._host.drop(slots)
-                _log.exception("blocks could not be copied to host memory")
-                continue
-            copied += pairs
+            while wanted and (slots := self._host.take(self.sizes[group], len(wanted), wait_s=0.05)):
+                pairs = list(zip(wanted, slots))
+                del wanted[: len(slots)]
+                try:
+                    self._mover.save([BlockCopy(group, block.block, slot) for block, slot in pairs]).wait()
+                except Exception:
+                    self._host.drop(slots)
+                    _log.exception("blocks could not be copied to host memory")
+                    continue
+                copied += pairs
+            self._n_unsaved += len(wanted)  # all slots are in use: lost when the device evicts them
         return copied
 
     def _distribute(self, copied: list[tuple[SavedBlock, Slot]]) -> None:
