@@ -50,7 +50,8 @@ LAYOUTS = {
 }  # fmt: skip
 DRAFTS = {name: f"--speculation {name}" for name in ("off", "auto", "suffix", "grammar", "eagle3", "draft_model")}
 TIERS = {"no tier": "", "host": f"--kv-host-bytes {4 << 20}", "disk": f"--kv-disk-bytes {16 << 20}"}
-# Workers that join a cluster or use Mooncake need more than a worker: `test_table` has their refusals.
+# Workers that join a cluster or use Mooncake need more than a worker: `e2e/test_joined_rank_groups.py` and
+# `ranks/test_rank_disaggregation.py` have those.
 ROLES = {"both": "", "pushed": "--role decode", "pushed by one rank": "--role decode"}
 MODES = {"fast": "", "deterministic": "--deterministic"}
 VALUES: dict[str, dict[str, str]] = {
