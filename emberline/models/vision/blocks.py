@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from emberline.kernels.collectives import Collectives, NoCollectives
 from emberline.weights.model_config import BadCheckpoint
@@ -346,7 +347,8 @@ class TritonTowerKernels(TowerKernels):
         if rotation is not None and runs:
             rotate_queries_and_keys(qkv, rotation.cos, rotation.sin)
         if not all(supports(qkv.shape[-1], run.n_patches) for run in runs):
-            return super().attend(qkv, runs, None)
+            with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+                return super().attend(qkv, runs, None)  # cuDNN would plan each new size, for 0.4 s
         out = torch.empty_like(qkv[:, 2], memory_format=torch.contiguous_format)
         for run in runs:
             attend_tiles(qkv, out, run.start, run.n_patches, run.n_tiles)
