@@ -118,7 +118,11 @@ class Room(NamedTuple):
 
 
 class LosslessPacker:
-    """Packs a matrix some rows at a time, into memory that is allocated at once."""
+    """Packs a matrix some rows at a time, into memory that is allocated at once.
+
+    Kernels may run before all rows are packed, as steps are prepared while weights are read: until `finish` the matrix
+    has no escapes, and no row names a raw row that does not exist.
+    """
 
     def __init__(
         self, n: int, k: int, device: torch.device | str, room: Room | None = None, bias: Tensor | None = None
@@ -128,14 +132,15 @@ class LosslessPacker:
         room = room or Room.of(n, k)
         self.matrix = LosslessMatrix(
             torch.empty(n, PLANES, plane_halves(k), dtype=torch.int16, device=device),
-            torch.empty(n, dtype=torch.float32, device=device),
+            torch.ones(n, dtype=torch.float32, device=device),
             torch.zeros(n + 1, dtype=torch.int32, device=device),
-            torch.empty(room.escapes, dtype=torch.int32, device=device),
+            torch.zeros(room.escapes, dtype=torch.int32, device=device),
             torch.empty(room.escapes, dtype=torch.bfloat16, device=device),
             torch.empty(room.raw_rows, k, dtype=torch.bfloat16, device=device),
             k,
             bias,
         )
+        self._counts = torch.zeros(n, dtype=torch.int32, device=device)  # escapes of each row
         self._escapes: dict[int, tuple[Tensor, Tensor]] = {}  # places and values, by first row
         self._raw: dict[int, Tensor] = {}
 
@@ -159,7 +164,7 @@ class LosslessPacker:
         matrix.codes[rows] = _interleave(low, high, matrix.halves)
         matrix.scale[rows] = torch.exp2((base - DECODED_EXPONENT).float()).masked_fill(is_raw, -1.0)
         escaped &= ~is_raw[:, None]
-        matrix.starts[rows.start + 1 : rows.stop + 1] = escaped.sum(1)  # until `finish` their number
+        self._counts[rows] = escaped.sum(1, dtype=torch.int32)
         at = torch.nonzero(escaped)
         places = (((at[:, 0] + first) & 0x7FFF) << 16 | at[:, 1]).to(torch.int32)
         self._escapes[first] = places, weight[escaped]
@@ -183,7 +188,7 @@ class LosslessPacker:
             torch.cat([self._raw[first] for first in order], out=matrix.raw[:n_raw])
             is_raw = matrix.scale < 0
             matrix.scale.copy_(torch.where(is_raw, -is_raw.cumsum(0).float(), matrix.scale))
-        matrix.starts.copy_(matrix.starts.cumsum(0))
+        matrix.starts[1:] = self._counts.cumsum(0)
         self._escapes, self._raw = {}, {}
         return matrix
 
@@ -363,7 +368,7 @@ def _decode_rows(
     tl.debug_barrier()  # all threads have stored before the escapes are
     while at < stop:
         to_row, to_col = ((place >> 16) - from_row) & 0x7FFF, place & 0xFFFF
-        is_here = (at + slot < stop) & (to_col // (4 * HALVES) == tl.program_id(0))
+        is_here = (at + slot < stop) & (to_col // (4 * HALVES) == tl.program_id(0)) & (to_row < ROWS)
         value = escape.to(kind)
         if FACTOR:
             value = (value.to(tl.float32) * factor).to(kind)

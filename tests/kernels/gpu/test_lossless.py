@@ -96,6 +96,15 @@ def test_rows_are_packed_in_any_order() -> None:
     assert same_bits(packer.finish().dense(), weight)
 
 
+def test_rows_that_are_not_packed_yet_can_be_decoded() -> None:
+    packer, weight = LosslessPacker(60, 256, DEVICE), odd(60, 256, True)
+    for first in (40, 0):
+        packer.pack(weight[first : first + 20], first)
+        assert not packer.matrix.starts.any()
+        assert (packer.matrix.scale >= -1).all()  # at most the first raw row, which exists
+        decode_rows(packer.matrix, torch.empty_like(weight))
+
+
 @pytest.mark.parametrize("raw", [False, True])
 def test_rows_are_decoded_by_number(raw: bool) -> None:
     weight = odd(45, 320, raw)
