@@ -196,9 +196,9 @@ class Patches:
         """The patches of a tile, in the order of squares."""
         rows, columns = self.grid(tile)
         patch, merge = self._patch, self._merge
-        pixels = (tile.to(self._device).float() - self._mean) * self._scale
+        pixels = tile.to(self._device).float().sub_(self._mean).mul_(self._scale).to(self._dtype)
         squares = pixels.view(rows // merge, merge, patch, columns // merge, merge, patch, 3)
-        return squares.permute(0, 3, 1, 4, 2, 5, 6).reshape(rows * columns, -1).to(self._dtype)
+        return squares.permute(0, 3, 1, 4, 2, 5, 6).reshape(rows * columns, -1)
 
 
 def square_order(grid: Grid, merge: int, device: torch.device | str) -> tuple[Tensor, Tensor]:

@@ -151,5 +151,5 @@ def encoding_bytes(config: TowerConfig, dtype: torch.dtype, n_ranks: int = 1) ->
     """Bytes of the activations that are alive together while the largest tile is encoded, on a rank of a group."""
     width, height = config.processor.largest_tile
     whole, heads, mlp = config.width, -(-config.width // n_ranks), -(-config.mlp_size // n_ranks)
-    numbers = max(3 * whole + mlp, 2 * whole + 2 * mlp, whole + 7 * heads)  # of a patch
+    numbers = max(3 * whole + 2 * mlp, whole + 7 * heads) + 2 * config.head_dim  # of a patch, with its angles
     return width * height // config.processor.patch**2 * numbers * dtype.itemsize

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from emberline.models.vision.blocks import Grid, square_order
 
+MOST_RESIZED = 4 << 20  # numbers of a resized table that are in memory at a time
+
 
 def resized_positions(
     table: Tensor, grids: Sequence[Grid], merge: int, mode: str, *, align_corners: bool
@@ -36,3 +38,16 @@ def axis_angles(grids: Sequence[Grid], merge: int, steps: Tensor) -> tuple[Tenso
     coordinates = [square_order(grid, merge, steps.device) for grid in grids]
     rows, columns = (torch.cat(part) for part in zip(*coordinates, strict=True))
     return rows[:, None] * steps, columns[:, None] * steps
+
+
+def add_positions(
+    x: Tensor, table: Tensor, grids: Sequence[Grid], merge: int, mode: str, *, align_corners: bool
+) -> Tensor:
+    """Add a resized table to embedded patches in place, some columns at a time, and return them."""
+    n_columns = max(1, MOST_RESIZED // len(x))
+    for first in range(0, x.shape[1], n_columns):
+        columns = slice(first, first + n_columns)
+        x[:, columns] += resized_positions(table[..., columns], grids, merge, mode, align_corners=align_corners).to(
+            x.dtype
+        )
+    return x

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from emberline.models.vision.blocks import Block, Grid, Linear, Rotation, TowerWeights, frequencies
 from emberline.models.vision.encoder import TowerEncoder
-from emberline.models.vision.grid_positions import axis_angles, resized_positions
+from emberline.models.vision.grid_positions import add_positions, axis_angles
 
 
 class MoonViTTower(TowerEncoder):
@@ -39,7 +39,7 @@ class MoonViTTower(TowerEncoder):
     def place(self, x: Tensor, grids: Sequence[Grid]) -> Tensor:  # [patches, width]
         """Add the learned positions, resized bicubically."""
         merge = self.config.processor.merge
-        return x + resized_positions(self._positions, grids, merge, "bicubic", align_corners=False).to(x.dtype)
+        return add_positions(x, self._positions, grids, merge, "bicubic", align_corners=False)
 
     def rotation(self, grids: Sequence[Grid]) -> Rotation:
         """Angles alternate: a pair turns with the column, the next one with the row."""

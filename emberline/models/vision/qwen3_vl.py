@@ -7,7 +7,7 @@ from torch import Tensor
 
 from emberline.models.vision.blocks import DividedMLP, Grid, Linear, Norm, Rotation, TowerWeights, frequencies
 from emberline.models.vision.encoder import TowerEncoder
-from emberline.models.vision.grid_positions import axis_angles, resized_positions
+from emberline.models.vision.grid_positions import add_positions, axis_angles
 
 
 class Qwen3VLTower(TowerEncoder):
@@ -44,7 +44,7 @@ class Qwen3VLTower(TowerEncoder):
     def place(self, x: Tensor, grids: Sequence[Grid]) -> Tensor:  # [patches, width]
         """Add the learned positions, resized bilinearly between the corners."""
         merge = self.config.processor.merge
-        return x + resized_positions(self._positions, grids, merge, "bilinear", align_corners=True).to(x.dtype)
+        return add_positions(x, self._positions, grids, merge, "bilinear", align_corners=True)
 
     def rotation(self, grids: Sequence[Grid]) -> Rotation:
         """The first half of the angles turns with the row, the second with the column."""
