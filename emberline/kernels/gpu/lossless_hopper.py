@@ -53,7 +53,7 @@ class LosslessHopperTile:
 def lossless_hopper_tile(m: int, rows: int, k: int) -> LosslessHopperTile | None:
     """The tile config for m tokens and a matrix [rows, k]. Returns None if another kernel is faster."""
     if m <= 64:
-        return None
+        return LosslessHopperTile(128, 64, 1, 3, 8) if m > 32 and rows >= 16384 else None
     if m > 128 and rows >= 16384:
         return LosslessHopperTile(128, 256, 1, 2, 4)
     tiles = cdiv(rows, 128) * cdiv(m, 128)
@@ -87,11 +87,10 @@ def _decoded(low, high, SECOND: gl.constexpr):
 
 
 @gluon.jit
-def _load(
-    x_map, code_map, first_row, first_token, width, begin, end, codes, slices, ready, free, slice_ready, slice_free,
-    ROWS: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr, TOKEN_STAGES: gl.constexpr,
-):  # fmt: skip
+def _load(loaded, shared, ROWS: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr, TOKEN_STAGES: gl.constexpr):
     """The loading warp: for every tile the three planes of its codes, and four slices of the tokens."""
+    x_map, code_map, first_row, first_token, width, begin, end = loaded
+    codes, slices, ready, free, slice_ready, slice_free = shared
     for i in range(end - begin):
         stage = i % STAGES
         mbarrier.wait(free.index(stage), (i // STAGES % 2) ^ 1)
@@ -119,22 +118,23 @@ def _multiply_pair(acc, first, second, j, slices, slice_ready, TOKEN_STAGES: gl.
 
 @gluon.jit
 def _multiply(
-    partial, all_rows, m, pitch, first_row, first_token, split, begin, end, codes, slices, ready, free, slice_ready,
-    slice_free, ROWS: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr, TOKEN_STAGES: gl.constexpr,
-):  # fmt: skip
-    """The warps that decode and multiply."""
-    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, TOKENS, 16])
+    product, shared, GROUP: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr, TOKEN_STAGES: gl.constexpr
+):
+    """A warp group, which decodes and multiplies 64 rows, independently of the other one."""
+    partial, all_rows, m, pitch, first_row, first_token, split, begin, end = product
+    codes, slices, ready, free, slice_ready, slice_free = shared
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
     layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
-    acc = gl.full([ROWS, TOKENS], 0.0, gl.float32, acc_layout)
+    acc = gl.full([64, TOKENS], 0.0, gl.float32, acc_layout)
     for i in range(end - begin):
         stage = i % STAGES
         mbarrier.wait(ready.index(stage), i // STAGES % 2)
-        high = codes.index(stage * 3 + 2).load(layout)
-        w0, w1 = _decoded(codes.index(stage * 3).load(layout), high, False)
+        high = codes.index(stage * 3 + 2).slice(GROUP * 64, 64, dim=0).load(layout)
+        w0, w1 = _decoded(codes.index(stage * 3).slice(GROUP * 64, 64, dim=0).load(layout), high, False)
         acc = _multiply_pair(acc, w0, w1, i * 4, slices, slice_ready, TOKEN_STAGES)
-        w2, w3 = _decoded(codes.index(stage * 3 + 1).load(layout), high, True)
+        w2, w3 = _decoded(codes.index(stage * 3 + 1).slice(GROUP * 64, 64, dim=0).load(layout), high, True)
         acc = warpgroup_mma_wait(0, deps=(acc,))
-        _barrier()  # all warps have read the codes, and the tensor cores two slices
+        _barrier()  # the group's warps have read the codes, and the tensor cores two slices
         mbarrier.arrive(free.index(stage), count=1)
         mbarrier.arrive(slice_free.index(i * 4 % TOKEN_STAGES), count=1)
         mbarrier.arrive(slice_free.index((i * 4 + 1) % TOKEN_STAGES), count=1)
@@ -143,7 +143,7 @@ def _multiply(
         _barrier()
         mbarrier.arrive(slice_free.index((i * 4 + 2) % TOKEN_STAGES), count=1)
         mbarrier.arrive(slice_free.index((i * 4 + 3) % TOKEN_STAGES), count=1)
-    row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, acc_layout))
+    row = first_row + GROUP * 64 + gl.arange(0, 64, gl.SliceLayout(1, acc_layout))
     t = first_token + gl.arange(0, TOKENS, gl.SliceLayout(0, acc_layout))
     to = partial + (split * all_rows + row).to(gl.int64)[:, None] * pitch + t[None, :]
     gl.store(to, acc, mask=(row < all_rows)[:, None] & (t < m)[None, :])
@@ -169,20 +169,31 @@ def _lossless_hopper(
     slice_free = gl.allocate_shared_memory(gl.int64, [TOKEN_STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(ready.index(i), count=1)
-        mbarrier.init(free.index(i), count=1)
+        mbarrier.init(free.index(i), count=ROWS // 64)
     for i in gl.static_range(TOKEN_STAGES):
         mbarrier.init(slice_ready.index(i), count=1)
-        mbarrier.init(slice_free.index(i), count=1)
+        mbarrier.init(slice_free.index(i), count=ROWS // 64)
     fence_async_shared()
-    gl.warp_specialize(
-        [
-            (_multiply, (partial, all_rows, m, pitch, first_row, first_token, split, begin, end, codes, slices, ready,
-                         free, slice_ready, slice_free, ROWS, TOKENS, STAGES, TOKEN_STAGES)),
-            (_load, (x_map, code_map, first_row, first_token, width, begin, end, codes, slices, ready, free,
-                     slice_ready, slice_free, ROWS, TOKENS, STAGES, TOKEN_STAGES)),
-        ],
-        [1], [24],
-    )  # fmt: skip
+    shared = (codes, slices, ready, free, slice_ready, slice_free)
+    product = (partial, all_rows, m, pitch, first_row, first_token, split, begin, end)
+    loaded = (x_map, code_map, first_row, first_token, width, begin, end)
+    if ROWS == 128:
+        gl.warp_specialize(
+            [
+                (_multiply, (product, shared, 0, TOKENS, STAGES, TOKEN_STAGES)),
+                (_multiply, (product, shared, 1, TOKENS, STAGES, TOKEN_STAGES)),
+                (_load, (loaded, shared, ROWS, TOKENS, STAGES, TOKEN_STAGES)),
+            ],
+            [4, 1], [232, 24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_multiply, (product, shared, 0, TOKENS, STAGES, TOKEN_STAGES)),
+                (_load, (loaded, shared, ROWS, TOKENS, STAGES, TOKEN_STAGES)),
+            ],
+            [1], [24],
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["m"])
@@ -242,7 +253,7 @@ def lossless_hopper_gemm(
     _lossless_hopper[(cdiv(all_rows, tile.rows) * token_tiles, tile.splits)](
         x_map, code_map, partial, all_rows, m, pitch, lines.shape[1] // PLANES, token_tiles, SPLITS=tile.splits,
         ROWS=tile.rows, TOKENS=tile.tokens, STAGES=tile.stages, TOKEN_STAGES=tile.token_stages,
-        num_warps=tile.rows // 16,
+        num_warps=4,
     )  # fmt: skip
     tokens = min(64, max(16, next_power_of_two(m)))
     _finish_product[(cdiv(n, 64), cdiv(m, tokens))](

@@ -124,6 +124,7 @@ others = ["*bf16", *["*i32"] * 4, "*fp32", "*fp32", "fp32", "i32", "i32", "const
 types |= dict(zip(names, others, strict=True))
 constants = {(len(names),): 64, (len(names) + 1,): 1}
 source = GluonASTSource(hopper._latent_attention_hopper, types, constants, {})
+warps = hopper.WARPS
 """
 LOSSLESS = """
 from emberline.kernels.gpu.lossless import _decode_rows
@@ -150,12 +151,13 @@ others = ["*fp32", *["i32"] * 5, *["constexpr"] * 5]
 maps = [f"tensordesc<bf16[256, 64],{_SHARED!r}>", f"tensordesc<i16[128, 64],{_SHARED!r}>"]
 constants = dict(zip([(i,) for i in range(8, 13)], [1, 128, 256, 2, 4], strict=True))
 source = GluonASTSource(_lossless_hopper, dict(zip(names, [*maps, *others], strict=True)), constants, {})
+warps = 4
 """
 COMPILED_BY_GLUON = """
 import triton
 from triton.backends.compiler import GPUTarget
 
-triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
+triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
 print("compiled")
 """
 
