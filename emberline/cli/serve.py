@@ -64,7 +64,8 @@ _GROUPS: dict[str, tuple[_Row, ...]] = {
             "--weights",
             "engine.weights",
             "FORM",
-            "BF16 weights in a GPU's memory: plain (default), compressed (a quarter less), or auto, by the KV room",
+            "BF16 weights in a GPU's memory: plain (default), compressed (a quarter less), or auto, "
+            "by KV room and batch",
         ),
         (
             "--verify-weights",
