@@ -88,8 +88,8 @@ class ReslicedPool:
 
     def _holds_parts(self, ids: Sequence[BlockId]) -> list[bool]:
         found = [False] * len(ids)
-        for tag, division in self._used.items():
-            mine = [at for at, id_ in enumerate(ids) if id_.tag == tag]
+        for tag, division in list(self._used.items()):  # to which a reading thread may add meanwhile
+            mine = [at for at, id_ in enumerate(ids) if id_[1] == tag]  # ids may be plain tuples
             parts = [self._pool.holds(_ids_of([ids[at] for at in mine], part)) for part in division]
             for at, *has in zip(mine, *parts):
                 found[at] = all(has)
@@ -155,4 +155,4 @@ class ReslicedPool:
 
 def _ids_of(ids: Sequence[BlockId], part: KVGroup) -> list[BlockId]:
     tag = layout_tag(part)
-    return [BlockId(id_.key, tag) for id_ in ids]
+    return [BlockId(key, tag) for key, _ in ids]

@@ -1,11 +1,21 @@
 """Blocks that a group of one layout has put into the pool, read by a group of another one."""
 
+from collections.abc import Callable, Sequence
+
+import msgspec
 import pytest
 
+from emberline.kv.host_memory import HostMemory
+from emberline.kv.tiers.block_tag import BlockTagger
+from emberline.kv.tiers.host import HostTier
+from emberline.kv.tiers.manager import TierManager
+from emberline.kv.tiers.mover import HostMover
+from emberline.kv.tiers.pool.pool_tier import N_STAGES, PoolTier
 from emberline.kv.tiers.pool.resliced_pool import ReslicedPool
 from emberline.kv.tiers.tier import BlockId, BlockMeta, layout_tag
 from emberline.protocol.block_hash import KVGroup
-from tests.kv.tiers.pool.test_pool_tier import make_tier
+from tests.kv.tiers.pool.lying_store import LyingStore
+from tests.kv.tiers.pool.test_pool_tier import KEY, STAGE_BYTES, make_tier
 from tests.kv.transfer.rank_groups import GROUP, LATENT, divided, part, whole_block
 
 KEYS = [bytes([n]) * 16 for n in range(3)]
@@ -61,6 +71,41 @@ def test_slices_are_made_of_those_of_another_layout(
             assert pool.holds(ids) == [True] * len(ids)
             assert pool.holds([BlockId(b"?" * 16, ids[0].tag)]) == [False]
         assert read(pool, group) == content(group, whole)
+
+
+def test_the_step_loop_finds_blocks_of_another_layout() -> None:
+    pool, size = ReslicedPool(make_tier(saved(GROUP, {"tp": 2}))[0], [GROUP], [GROUP]), GROUP.block_bytes
+    memory = HostMemory([memoryview(bytearray(size))], [size])
+    manager = TierManager([GROUP], HostMover(memory), HostTier(1 << 20, [size]), [pool], 1e9)
+    pool.look_up(ids_of(GROUP))
+    assert manager.find(layout_tag(GROUP), [*KEYS, b"?" * 16]) == ["pool"] * len(KEYS) + [None]
+    manager.close()
+
+
+class Interrupted(PoolTier):
+    """A pool of which a thread asks `holds` while another one does something, the call after the next."""
+
+    def interrupt(self, meanwhile: Callable[[], object]) -> None:
+        self.meanwhile = [meanwhile, lambda: None]
+
+    def holds(self, ids: Sequence[BlockId]) -> list[bool]:
+        if self.meanwhile:
+            self.meanwhile.pop()()
+        return super().holds(ids)
+
+    meanwhile: Sequence[Callable[[], object]] = ()
+
+
+def test_a_group_is_looked_up_while_the_step_loop_asks_for_another() -> None:
+    other = msgspec.structs.replace(GROUP, name="sliding", window=64)
+    memory = memoryview(bytearray(N_STAGES * STAGE_BYTES))
+    store = LyingStore(memory, saved(GROUP, {"tp": 2}) | saved(other, {"tp": 2}))
+    tier = Interrupted(store, memory, BlockTagger(KEY), "test")
+    pool = ReslicedPool(tier, [GROUP, other], [GROUP, other])
+    pool.look_up(ids_of(GROUP))
+    tier.interrupt(lambda: pool.look_up(ids_of(other)))
+    assert pool.holds(ids_of(GROUP)) == [True] * len(KEYS)
+    assert pool.holds(ids_of(other)) == [True] * len(KEYS)
 
 
 def test_a_part_that_is_lost_or_damaged_is_a_missing_block() -> None:
