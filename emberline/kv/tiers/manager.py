@@ -282,8 +282,10 @@ class TierManager:
 
     @property
     def report_s(self) -> float:
-        """When statistics are to be asked for again; inf: they are not known to have changed."""
-        return self._stats_s + STATS_S if self._stats_stale else inf
+        """When statistics are to be asked for again; inf: they are not known to have changed. A tier that is out of use
+        recovers by itself, and tells nobody."""
+        stale = self._stats_stale or any(stats.state != "ok" for stats in self._stats)
+        return self._stats_s + STATS_S if stale else inf
 
     def stats(self) -> tuple[TierStats, ...]:
         now_s = time.monotonic()

@@ -6,13 +6,16 @@ import time
 import pytest
 
 from emberline.kv.host_memory import HostMemory
+from emberline.kv.tiers.block_tag import BlockTagger
 from emberline.kv.tiers.host import HostTier, padded, plain_segment
 from emberline.kv.tiers.manager import TierManager
 from emberline.kv.tiers.messages import BlocksFetched, LookedUp, Saved, SavedBlock, WantedBlock
 from emberline.kv.tiers.mover import HostMover
 from emberline.kv.tiers.orders import CancelFetch, Fetch, FetchCancelled, Remove, Save
+from emberline.kv.tiers.pool.pool_tier import N_STAGES, PoolTier
 from emberline.kv.tiers.tier import BlockId, BlockMeta, layout_tag
 from emberline.protocol.block_hash import KVGroup
+from tests.kv.tiers.pool.lying_store import LyingStore
 
 GROUP = KVGroup("full", (0,), 2, 32, "float32")
 N_BLOCKS = 20
@@ -324,4 +327,17 @@ def test_a_rank_that_decides_evictions_does_not_repeat_them(keep, decides):
     manager.execute([Save(2, [], {"disk": [(0, ids(1)[0].key)]})])
     wait_for(manager, Saved)
     assert disk.holds(ids(1)) == [decides]
+    manager.close()
+
+
+def test_statistics_of_a_tier_that_is_out_of_use_are_asked_for_again():
+    """A pool that connects after the first report changes nothing else."""
+    memory = memoryview(bytearray(N_STAGES << 16))
+    store = LyingStore(memory)
+    store.problem = "not connected yet"
+    pool = PoolTier(store, memory, BlockTagger(bytes(32)), "cluster")
+    mover = HostMover(HostMemory([memoryview(bytearray(GROUP.block_bytes))], [GROUP.block_bytes]))
+    manager = TierManager([GROUP], mover, HostTier(1 << 20, [GROUP.block_bytes], keep=False), [pool], 1e9)
+    assert [stats.state for stats in manager.stats()] == ["degraded: not connected yet"]
+    assert manager.report_s < time.monotonic() + 60
     manager.close()
