@@ -47,8 +47,8 @@ class BlockSaver:
             self.dispatch()
 
     def dispatch(self) -> None:
-        """Hand over as many blocks as may be read at once, in parts."""
-        self._n_steps, self.urgent = 0, False
+        """Hand over as many blocks as may be read at once, in parts. What is left stays urgent if it was."""
+        self._n_steps = 0
         part, n_bytes, waiting, groups = list[SavedBlock](), 0, self._waiting, self._cache.groups
         while waiting and self._pinned_bytes < self._port.own.max_saving and self._n_pinned < self._max_pinned:
             _, saved = waiting.popitem(last=False)
@@ -65,6 +65,7 @@ class BlockSaver:
             part.append(saved)
         if part:
             self._save(part)
+        self.urgent = self.urgent and bool(waiting)
 
     def _save(self, part: list[SavedBlock]) -> None:
         self._n_saves += 1

@@ -98,6 +98,15 @@ def test_a_part_of_the_pools_at_most_is_being_saved(engine, most):
     assert engine.host.stats().blocks == BUDGET // BLOCK_TOKENS
 
 
+@pytest.mark.parametrize("engine", [(2049, 16 << 30)], indirect=True)
+def test_the_last_blocks_are_saved_though_no_request_follows(engine):
+    n_blocks = 2048 // MAX_PINNED_SHARE + 1
+    engine.submit(n_blocks * BLOCK_TOKENS + 1)
+    while engine.loop.busy:
+        engine.step()
+    assert engine.host.stats().blocks == n_blocks
+
+
 @pytest.mark.parametrize("engine", [(16384, 16 << 30)], indirect=True)
 def test_parts_are_released_as_they_are_copied(engine):
     engine.submit(BUDGET + 1)
