@@ -344,8 +344,11 @@ class TierManager:
             held = [(n, id_) for n, id_, has in zip(wanted, ids, tier.holds(ids)) if has]
             sizes = [self.sizes[order.blocks[n][0]] for n, _ in held]
             buffers = [memoryview(bytearray(size)) for size in sizes]
-            for (n, _), buffer, good in zip(held, buffers, tier.read([id_ for _, id_ in held], buffers)):
-                found[n] = bytes(buffer) if good else None
+            try:
+                for (n, _), buffer, good in zip(held, buffers, tier.read([id_ for _, id_ in held], buffers)):
+                    found[n] = bytes(buffer) if good else None
+            except Exception:
+                _log.exception("the %s tier failed to read blocks", tier.name)
         self.queue.put(SlicesRead(order.number, found))
 
     def _write_blocks(self, order: WriteBlocks) -> None:
@@ -357,8 +360,11 @@ class TierManager:
             slices.append(memoryview(buffer))
         ids, metas = [BlockId(block.key, self._tags[block.group]) for block in blocks], [block.meta for block in blocks]
         for tier in self._all:
-            if not tier.remote:
-                tier.write(ids, slices, metas)
+            try:
+                if not tier.remote:
+                    tier.write(ids, slices, metas)
+            except Exception:
+                _log.exception("the %s tier failed to write blocks", tier.name)
         self.queue.put(BlocksWritten(order.number))
 
     @property

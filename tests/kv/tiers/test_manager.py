@@ -11,7 +11,18 @@ from emberline.kv.tiers.host import HostTier, padded, plain_segment
 from emberline.kv.tiers.manager import TierManager
 from emberline.kv.tiers.messages import BlocksFetched, LookedUp, Saved, SavedBlock, WantedBlock
 from emberline.kv.tiers.mover import HostMover
-from emberline.kv.tiers.orders import CancelFetch, Fetch, FetchCancelled, Remove, Save
+from emberline.kv.tiers.orders import (
+    BlocksWritten,
+    CancelFetch,
+    Fetch,
+    FetchCancelled,
+    ReadBlocks,
+    Remove,
+    Save,
+    SlicesRead,
+    WholeBlock,
+    WriteBlocks,
+)
 from emberline.kv.tiers.pool.pool_tier import N_STAGES, PoolTier
 from emberline.kv.tiers.tier import BlockId, BlockMeta, layout_tag
 from emberline.protocol.block_hash import KVGroup
@@ -327,6 +338,28 @@ def test_a_rank_that_decides_evictions_does_not_repeat_them(keep, decides):
     manager.execute([Save(2, [], {"disk": [(0, ids(1)[0].key)]})])
     wait_for(manager, Saved)
     assert disk.holds(ids(1)) == [decides]
+    manager.close()
+
+
+class BrokenTier(MemoryTier):
+    def read(self, ids, buffers):
+        raise RuntimeError("broken")
+
+    def write(self, ids, buffers, metas):
+        raise RuntimeError("broken")
+
+
+def test_an_export_and_an_import_go_on_with_the_other_tiers():
+    mover = HostMover(HostMemory([memoryview(bytearray(GROUP.block_bytes))], [GROUP.block_bytes]))
+    host = HostTier(1 << 20, [GROUP.block_bytes], keep=False)
+    broken, disk = BrokenTier("pool"), MemoryTier("disk")
+    manager = TierManager([GROUP], mover, host, [broken, disk], 1e9)
+    content = bytes(range(256)) * (GROUP.block_bytes // 256)
+    manager.execute([WriteBlocks(1, [WholeBlock(0, ids(1)[0].key, BlockMeta(), content)])])
+    assert wait_for(manager, BlocksWritten) == [BlocksWritten(1)]
+    MemoryTier.write(broken, ids(1), [memoryview(bytearray(content))], [BlockMeta()])
+    manager.execute([ReadBlocks(2, [(0, ids(1)[0].key)])])
+    assert wait_for(manager, SlicesRead) == [SlicesRead(2, [content])]
     manager.close()
 
 
