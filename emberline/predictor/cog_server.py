@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from emberline.predictor.output_log import OutputLog
+from emberline.predictor.output_log import HIDDEN, OutputLog, spellings
 from emberline.protocol.errors import (
     BadInput,
     Cancelled,
@@ -128,12 +128,12 @@ class CogServer:
         `proxy`: the Unix socket of a proxy, by which `setup` may fetch files, which it writes to its project and
         store. Empty: the predictor is offline, and both are read-only."""
         self._manifest = manifest
-        self._secrets = tuple(secrets.values())
+        self._secrets = spellings(secrets.values())
         self._runtime = tempfile.mkdtemp(prefix="emberline-predictor-")
         # Paths of this machine, which callers do not learn, and what the predictor calls them.
         self._places = ((str(folder / "src"), SOURCE), (str(folder), ""), (self._runtime, ""))
         self._address = f"{self._runtime}/socket"
-        self.log = OutputLog(log, self._secrets)
+        self.log = OutputLog(log, tuple(secrets.values()))
         self._local = threading.local()
         listener = socket.socket(socket.AF_UNIX)
         try:
@@ -317,7 +317,7 @@ class CogServer:
 
     def _hidden(self, text: str) -> str:
         for secret in self._secrets:
-            text = text.replace(secret, "**********") if secret else text
+            text = text.replace(secret, HIDDEN)
         for path, place in self._places:
             text = text.replace(path, place)
         return text

@@ -1,9 +1,11 @@
 """The log of a predictor: what its processes print, and why predictions failed, in files of bounded size, without the
 secrets that it was given."""
 
+import json
 import os
 import threading
 from collections import deque
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,8 @@ import msgspec
 MAX_BYTES = 4 << 20  # of a file; the one before it is kept
 MAX_LINE_BYTES = 16 << 10  # a longer line is cut
 KEPT_LINES = 20  # in memory, for error messages
-_HIDDEN = b"**********"
+HIDDEN = "**********"
+MIN_LINE_CHARS = 8  # of a line of a secret, such as a private key's, that is hidden alone: shorter ones are words
 
 
 class _ServerLine(msgspec.Struct):
@@ -28,7 +31,7 @@ class OutputLog:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
         self._max_bytes = max_bytes
-        self._secrets = [secret.encode() for secret in secrets if secret]
+        self._secrets = [secret.encode("utf-8", "replace") for secret in spellings(secrets)]
         self._file = path.open("ab")
         self._size = path.stat().st_size
         self._lock = threading.Lock()  # of the file, which several threads write
@@ -57,10 +60,18 @@ class OutputLog:
 
     def _read(self, descriptor: int) -> None:
         with os.fdopen(descriptor, "rb", buffering=1 << 16) as pipe:
+            n_held, held = max(map(len, self._secrets), default=1) - 1, b""
             while line := pipe.readline(MAX_LINE_BYTES):
-                line = line if line.endswith(b"\n") else line + b"\n"
-                self._tail.append(self._hidden(line))
-                self._write(self._tail[-1])
+                line, held = self._hidden(held + line), b""
+                if n_held and not line.endswith(b"\n"):  # a secret may go on in the next part of a long line
+                    line, held = line[:-n_held], line[-n_held:]
+                self._add_line(line)
+            self._add_line(held)
+
+    def _add_line(self, line: bytes) -> None:
+        if line:
+            self._tail.append(line if line.endswith(b"\n") else line + b"\n")
+            self._write(self._tail[-1])
 
     def add(self, text: str) -> None:
         """Write what Cog's server does not print itself: the output of a prediction's code, or its error."""
@@ -69,7 +80,7 @@ class OutputLog:
 
     def _hidden(self, line: bytes) -> bytes:
         for secret in self._secrets:
-            line = line.replace(secret, _HIDDEN)
+            line = line.replace(secret, HIDDEN.encode())
         return line
 
     def _write(self, line: bytes) -> None:
@@ -84,6 +95,16 @@ class OutputLog:
             self._file.write(line)
             self._file.flush()
             self._size += len(line)
+
+
+def spellings(secrets: Iterable[str]) -> list[str]:
+    """The secrets as a log may have them, the longest first: whole, as JSON and Python quote them, and line by line."""
+    found = set[str]()
+    for secret in secrets:
+        lines = secret.splitlines() if len(secret.splitlines()) > 1 else []
+        for text in (secret, *(line.strip() for line in lines if len(line.strip()) >= MIN_LINE_CHARS)):
+            found |= {text, json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1], repr(text)[1:-1]}
+    return sorted(filter(None, found), key=len, reverse=True)
 
 
 def _message(line: str) -> str:
