@@ -12,6 +12,7 @@ from emberline.supervisor.sandbox.containers import Image
 CONFIG, OPENAPI = "run.cog.config", "run.cog.openapi_schema"
 MAX_LABEL_BYTES = 8 << 20
 MAX_DEPTH, MAX_SCHEMAS = 32, 2_000  # of schemas within schemas
+MAX_SCHEMA_BYTES = 1 << 20  # of all schemas that references name, each time that they are named
 _REFERENCE = "#/components/schemas/"
 _KINDS = {"string", "integer", "number", "boolean", "array", "object", "null"}
 _SERVER = ("python", "-m", "cog.server.http")
@@ -28,15 +29,21 @@ class ImagePredictor(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_image(image: Image) -> ImagePredictor:
     """Read the labels of an image. Raises BadInput for one that `cog build` did not make, or that trains only."""
+    if image.Config.Volumes:  # an engine gives it folders of this machine there, whose size nothing bounds
+        named = ", ".join(image.Config.Volumes)[:200]
+        raise BadInput(
+            f"the image has volumes ({named}), whose size cannot be bounded: build it without", param="image"
+        )
     labels = image.Config.Labels or {}
     config, document = (_label(labels, name) for name in (CONFIG, OPENAPI))
     variables = dict(each.partition("=")[::2] for each in image.Config.Env or ())
     build = config.get("build")
     concurrency = config.get("concurrency")
     given = variables.get("COG_MAX_CONCURRENCY") or (concurrency.get("max") if isinstance(concurrency, dict) else None)
-    slots = int(str(given)) if str(given).isdigit() and str(given).isascii() else 1
+    count = str(given)[:20]
+    slots = int(count) if count.isdigit() and count.isascii() else 1
     if not 1 <= slots <= 256:
-        raise BadInput(f"the image has {slots} concurrent predictions; from 1 to 256 are possible")
+        raise BadInput(f"the image has {count} concurrent predictions; from 1 to 256 are possible", param="image")
     return ImagePredictor(
         signature=read_openapi(document),
         command=tuple(image.Config.Cmd or _SERVER),
@@ -62,7 +69,8 @@ def read_openapi(document: dict[str, Any]) -> Signature:
     components = document.get("components")
     schemas = components.get("schemas") if isinstance(components, dict) else None
     if not isinstance(schemas, dict) or not isinstance(schemas.get("Input"), dict):
-        only = " It can be trained only, which is not supported." if "TrainingInput" in (schemas or {}) else ""
+        is_trained = isinstance(schemas, dict) and "TrainingInput" in schemas
+        only = " It can be trained only, which is not supported." if is_trained else ""
         raise BadInput(f"the image's OpenAPI document has no schema `Input`.{only}", param="image")
     resolver = _Resolver(schemas)
     given, output = resolver.resolve(schemas["Input"]), resolver.resolve(schemas.get("Output") or {})
@@ -70,15 +78,21 @@ def read_openapi(document: dict[str, Any]) -> Signature:
     if not isinstance(fields, dict):
         raise BadInput("the image's OpenAPI document has an `Input` without fields", param="image")
     ordered = sorted(fields.items(), key=_order)
-    paths = document.get("paths")
-    post = ((paths.get("/predictions") or {}) if isinstance(paths, dict) else {}).get("post") or {}
     return Signature(
         input={"title": "Input", "type": "object"} | given | {"properties": dict(ordered)},
         output={"title": "Output"} | output,
-        streams=post.get("x-cog-streaming") is True,
+        streams=_inner(document, "paths", "/predictions", "post").get("x-cog-streaming") is True,
         slots=0,
         is_async=True,
     )
+
+
+def _inner(found: dict[str, Any], *names: str) -> dict[str, Any]:
+    """The object at these names, one within the other; empty if there is none."""
+    for name in names:
+        inner = found.get(name)
+        found = inner if isinstance(inner, dict) else {}
+    return found
 
 
 def _order(field: tuple[str, Schema]) -> float:
@@ -91,7 +105,7 @@ class _Resolver:
 
     def __init__(self, schemas: dict[str, Any]) -> None:
         self._schemas = schemas
-        self._n_left = MAX_SCHEMAS
+        self._n_left, self._n_bytes_left = MAX_SCHEMAS, MAX_SCHEMA_BYTES
 
     def resolve(self, given: Any, depth: int = 0) -> Schema:
         self._n_left -= 1
@@ -100,6 +114,9 @@ class _Resolver:
         found = dict(given)
         if (name := found.pop("$ref", None)) is not None:
             target = self._schemas.get(str(name).removeprefix(_REFERENCE))
+            self._n_bytes_left -= len(msgspec.json.encode(target))
+            if self._n_bytes_left < 0:
+                raise Unsupported("the image's schemas are too large")
             return self.resolve(target, depth + 1) | found
         parts = found.pop("allOf", None)
         for part in parts if isinstance(parts, list) else ():
@@ -118,11 +135,15 @@ class _Resolver:
 
 
 def _checked(schema: Schema) -> Schema:
-    """The schema. Raises BadInput for a bound that cannot be compared with: every request would fail."""
+    """The schema. Raises BadInput for a keyword whose value cannot be used: every request would fail."""
     for name in ("minimum", "maximum", "minLength", "maxLength"):
         if name in schema and (isinstance(schema[name], bool) or not isinstance(schema[name], int | float)):
             raise BadInput(f"the image's schemas have the bound {name} {str(schema[name])[:60]!r}", param="image")
     for name in ("enum", "required"):
         if name in schema and not isinstance(schema[name], list):
             raise BadInput(f"the image's schemas have `{name}` that is no list", param="image")
+    if not all(isinstance(each, str) for each in schema.get("required", ())):
+        raise BadInput("the image's schemas require fields whose names are no texts", param="image")
+    if not isinstance(schema.get("items", {}), dict):
+        raise BadInput("the image's schemas have `items` that are no schema", param="image")
     return schema

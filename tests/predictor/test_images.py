@@ -68,6 +68,8 @@ def test_an_image_is_read_from_its_labels() -> None:
     assert list(fields) == ["image", "kind"]
     assert (fields["kind"]["enum"], fields["kind"]["default"]) == (["a", "b"], "a")
     assert read_image(image(Env=["COG_MAX_CONCURRENCY=2"])).slots == 2
+    for paths in ("x", {"/predictions": ["x"]}, {"/predictions": {"post": "x"}}):
+        assert not read_openapi(document() | {"paths": paths}).streams
 
 
 @pytest.mark.parametrize(
@@ -80,6 +82,10 @@ def test_an_image_is_read_from_its_labels() -> None:
         (document({"properties": {"a": {"type": ["x"]}}}), "not known"),
         (document({"properties": {"a": {"type": "integer", "minimum": "9"}}}), "the bound minimum"),
         (document({"properties": ["a"]}), "without fields"),
+        ({"components": {"schemas": 5}}, "no schema `Input`"),
+        (document({"required": [["a"]]}), "names are no texts"),
+        (document({"properties": {"a": {"items": ["a"]}}}), "`items` that are no schema"),
+        (document({"anyOf": [{"$ref": "#/components/schemas/kind"}] * 3}, kind={"title": "x" * 500_000}), "too large"),
     ],
 )
 def test_labels_that_are_refused(given: dict[str, Any], message: str) -> None:
@@ -91,6 +97,23 @@ def test_an_image_that_cog_did_not_build() -> None:
     for labels in (None, {"run.cog.config": "{"}, {"run.cog.config": "[]"}):
         with pytest.raises(BadInput, match=r"run\.cog\.config"):
             read_image(image(Labels=labels))
+
+
+def test_an_image_that_is_not_bounded() -> None:
+    with pytest.raises(BadInput, match=r"has volumes \(/data\), whose size cannot be bounded"):
+        read_image(image(Volumes={"/data": {}}))
+    with pytest.raises(BadInput, match="99999999999999999999 concurrent predictions; from 1 to 256"):
+        read_image(image(Env=["COG_MAX_CONCURRENCY=" + "9" * 5000]))
+
+
+def test_an_image_without_a_registry_is_pulled_from_docker_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    engine = tmp_path / "podman"
+    engine.write_text(f'#!/bin/sh\n[ "$1" = version ] || echo "$@" >> {tmp_path}/asked\n[ "$1" = version ]\n')
+    engine.chmod(0o755)
+    with pytest.raises(Unavailable, match="me/model cannot be pulled"):
+        find_image("me/model", ["docker.io/me"])
+    assert "pull --quiet docker.io/me/model" in (tmp_path / "asked").read_text().splitlines()
 
 
 def test_only_granted_registries_are_pulled_from() -> None:

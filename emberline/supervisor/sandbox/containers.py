@@ -58,8 +58,10 @@ class Engine(msgspec.Struct, frozen=True):
                 check=False,
                 env=_engine_environment(),
             )
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise Unavailable(f"{self.kind} {arguments[0]} failed: {error}") from None
+        except subprocess.TimeoutExpired:
+            raise Unavailable(f"{self.kind} {arguments[0]} did not end within {limit_s:g} s") from None
+        except OSError as error:
+            raise Unavailable(f"{self.kind} cannot be started: {error.strerror}") from None
 
 
 class ImageConfig(msgspec.Struct):
@@ -68,6 +70,7 @@ class ImageConfig(msgspec.Struct):
     Labels: dict[str, str] | None = None
     Env: list[str] | None = None
     Cmd: list[str] | None = None
+    Volumes: dict[str, Any] | None = None
 
 
 class Image(msgspec.Struct):
@@ -139,19 +142,26 @@ def find_image(reference: str, registries: Sequence[str] = ()) -> tuple[Engine, 
             "there: pull it yourself, or list its registry in [predictors] image_registries",
             param="image",
         )
-    pulled = engines[0].ask("pull", "--quiet", reference, limit_s=PULL_S)
-    if pulled.returncode or (image := _inspect(engines[0], reference)) is None:
+    full = full_name(reference)
+    pulled = engines[0].ask("pull", "--quiet", full, limit_s=PULL_S)
+    if pulled.returncode or (image := _inspect(engines[0], full)) is None:
         raise Unavailable(f"{reference[:200]} cannot be pulled: {_last_line(pulled.stderr)}")
     return engines[0], image
 
 
 def is_granted(reference: str, registries: Sequence[str]) -> bool:
     """True if the image is in one of the registries, or in a repository below it ("ghcr.io/me")."""
-    first, slash, _ = reference.partition("/")
-    has_registry = bool(slash) and ("." in first or ":" in first or first == "localhost")
-    parts = (reference if has_registry else f"docker.io/{reference if slash else f'library/{reference}'}").split("/")
+    parts = full_name(reference).split("/")
     granted = [each.rstrip("/").split("/") for each in registries]
     return any(len(each) < len(parts) and parts[: len(each)] == each for each in granted)
+
+
+def full_name(reference: str) -> str:
+    """The reference with its registry, Docker Hub if it names none: Podman may look for a short name elsewhere."""
+    first, slash, _ = reference.partition("/")
+    if slash and ("." in first or ":" in first or first == "localhost"):
+        return reference
+    return f"docker.io/{reference if slash else f'library/{reference}'}"
 
 
 def _inspect(engine: Engine, reference: str) -> Image | None:
@@ -202,7 +212,7 @@ class RunningContainer:
             )
         except OSError as error:
             self._control.close()
-            raise Unavailable(f"{engine.kind} cannot be started: {error}") from None
+            raise Unavailable(f"{engine.kind} cannot be started: {error.strerror}") from None
 
     def _hand_over(self, descriptor: int) -> None:
         """Give the relay the listening socket, and keep the connection: the container ends with it."""
