@@ -10,10 +10,10 @@ from emberline.gateway.gateway_errors import PromptBlocked, ResponseBlocked
 from emberline.gateway.guardrails import HeldReply, applicable, matches, prompt_text, strings
 from emberline.protocol.complete_response import Encoded
 from emberline.protocol.errors import EmberlineError, Unavailable, Unsupported
-from emberline.protocol.events import Completed, TextEvent
+from emberline.protocol.events import Completed, TextDelta, TextEvent
 from emberline.protocol.gateway import GatewaySettings, Guardrail
 from emberline.protocol.media import MediaRequest
-from emberline.protocol.prediction import Prediction, has_files
+from emberline.protocol.prediction import Prediction, has_files, holds_file
 from emberline.protocol.provider import OwnKey
 from emberline.protocol.request import (
     EncodeRequest,
@@ -30,6 +30,7 @@ from emberline.service.work import TaskRunner, Work
 from emberline.telemetry.request_log import AttemptContext
 
 MAX_VERDICT_TOKENS = 16
+_NO_FILES = "a gateway with guardrails on replies takes models that return text, not files"
 
 
 class GuardStage:
@@ -82,14 +83,29 @@ class GuardStage:
         """Check all texts of a prediction's input, and its whole output. Raises Unsupported for files in either."""
         source = self._models.find(task.model, self._principal.account).predictor
         fields = {} if source is None else source.input.get("properties", {})
-        texts = [*strings(task.input), *strings(task.context)]
+        texts = [*strings(task.input, numbers=True), *strings(task.context)]
         given = [name for name in task.input if has_files(fields.get(name, {})) and task.input[name] is not None]
-        await self.check_texts(texts, is_text=not given and not any(text.startswith("data:") for text in texts))
+        await self.check_texts(texts, is_text=not given and not any(map(holds_file, texts)))
         if not self._reply_rules:
             return
         if source is not None and has_files(source.output):
-            raise Unsupported("a gateway with guardrails on replies takes models that return text, not files")
-        work.taps.append(partial(self._checked, HeldReply(whole=True)))
+            raise Unsupported(_NO_FILES)
+        work.taps.append(partial(self._checked_prediction, HeldReply(whole=True)))
+
+    async def _checked_prediction(self, held: HeldReply, event: TextEvent) -> list[TextEvent]:
+        """Check an event of a prediction. Raises Unsupported for a file in its output, wherever it is."""
+        texts, joined = list[str](), ""
+        if isinstance(event, TextDelta):
+            texts = [event.text]
+        elif isinstance(event, Completed) and isinstance(event.result, Prediction):
+            output = msgspec.json.decode(event.result.output)
+            texts = strings(output, numbers=True)
+            if isinstance(output, list) and all(isinstance(each, str) for each in output):
+                joined = "".join(output)  # as clients show it
+            await self.check_reply("\n".join([*texts, joined, event.result.logs]))
+        if any(map(holds_file, texts)):
+            raise Unsupported(_NO_FILES)
+        return await self._checked(held, event)
 
     async def _checked(self, held: HeldReply, event: TextEvent) -> list[TextEvent]:
         """Hold an event of the reply back, or let through what was held and is checked now. Raises ResponseBlocked."""
@@ -97,9 +113,6 @@ class GuardStage:
         if not is_last and held.add(event) is None:
             return []
         await self.check_reply(held.text())
-        if isinstance(event, Completed) and isinstance(event.result, Prediction):
-            output = msgspec.json.decode(event.result.output)
-            await self.check_reply("\n".join([*strings(output), event.result.logs]))
         return [*held.take(), event] if is_last else held.take()
 
     async def check_prompt(self, request: GenerateRequest) -> None:

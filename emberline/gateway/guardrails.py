@@ -95,14 +95,16 @@ def prompt_text(request: GenerateRequest) -> str:
     return "\n".join(filter(None, texts))
 
 
-def strings(value: Any) -> list[str]:
-    """All texts in decoded JSON, names of fields too."""
+def strings(value: Any, numbers: bool = False) -> list[str]:
+    """All texts in decoded JSON, names of fields too; with `numbers` also whole numbers."""
     found: list[str] = []
     waiting = [value]
     while waiting:
         one = waiting.pop()
         if isinstance(one, str):
             found.append(one)
+        elif numbers and type(one) is int:
+            found.append(str(one))
         elif isinstance(one, Mapping):
             waiting += [*one.values(), *one]
         elif isinstance(one, list | tuple):

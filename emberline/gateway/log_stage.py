@@ -14,7 +14,7 @@ from emberline.gateway.rules import GatewayRules
 from emberline.protocol.complete_response import Answer
 from emberline.protocol.errors import EmberlineError
 from emberline.protocol.events import Usage
-from emberline.protocol.prediction import Prediction, has_files
+from emberline.protocol.prediction import Prediction, loggable
 from emberline.protocol.request import GenerateRequest, PredictRequest
 from emberline.service.event_collector import AnswerCollector
 from emberline.service.work import Begun, RelayRequest, Start, Task, Work
@@ -63,15 +63,12 @@ class LogStage:
         work.attempts = partial(self._attempt, work)
 
     def _shown_input(self, task: PredictRequest) -> str:
-        """A predictor's input as the log has it: without its secrets and without files."""
+        """A predictor's input as the log has it."""
         try:
             source = self._rules.card(task.model, self.plan.caller).predictor
         except EmberlineError:  # the request fails, too
             return ""
-        fields = {} if source is None else source.input.get("properties", {})
-        hidden = {name for name, field in fields.items() if field.get("x-cog-secret") or has_files(field)}
-        shown = {name: "**********" if name in hidden and value else value for name, value in task.input.items()}
-        return shortened(msgspec.json.encode(shown).decode())
+        return shortened(msgspec.json.encode(loggable(task.input, {} if source is None else source.input)).decode())
 
     async def _attempt(self, work: Work, start: Start) -> Begun:
         """Try the models of the plan until one begins to answer."""

@@ -3,6 +3,7 @@
 A predictor takes a JSON object, whose fields its schema describes, and returns any JSON. Files are data URLs in both.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -118,6 +119,40 @@ def is_file(field: Schema) -> bool:
 def has_files(field: Schema) -> bool:
     """True if the field's value is a file or a list of files."""
     return is_file(field) or is_file(field.get("items") or {})
+
+
+def holds_file(text: str) -> bool:
+    """True if the text is a file, or JSON with one in it: a data: URL."""
+    begun = text.lstrip()
+    return begun[:5].lower() == "data:" or (begun[:1] in ("{", "[") and '"data:' in begun)
+
+
+def loggable(given: dict[str, Any], schema: Schema) -> dict[str, Any]:
+    """The input as a log may have it: values of secrets, files and inputs that the schema does not know are hidden."""
+    fields: dict[str, Schema] = schema.get("properties", {})
+    clear = {name for name, field in fields.items() if not (has_files(field) or _may_have_secrets(field))}
+    return {name: value if name in clear or not value else "**********" for name, value in given.items()}
+
+
+def _may_have_secrets(field: Schema) -> bool:
+    """True if a secret may be anywhere in the field's value."""
+    return any(part.get("x-cog-secret") or part.get("format") == "password" for part in _parts(field))
+
+
+def _parts(field: Any) -> Iterator[Schema]:
+    """The schema and all schemas in it."""
+    if not isinstance(field, dict):
+        return
+    yield field
+    properties = field.get("properties")
+    choices = field.get("anyOf")
+    for part in (
+        field.get("items"),
+        field.get("additionalProperties"),
+        *(properties.values() if isinstance(properties, dict) else ()),
+        *(choices if isinstance(choices, list) else ()),
+    ):
+        yield from _parts(part)
 
 
 _TYPES: dict[str, tuple[type, ...]] = {
