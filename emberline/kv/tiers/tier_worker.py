@@ -3,6 +3,7 @@
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -84,12 +85,12 @@ class TierWorker:
     def write(self, ids: Sequence[BlockId], slots: Sequence[Slot], metas: Sequence[BlockMeta]) -> None:
         """Queue blocks to be written, those that the tier lacks; waits a while for room. Takes its own references."""
         held = self.tier.holds(ids)
-        lacking = [at for at, has in enumerate(held) if not has]
+        lacking = deque(at for at, has in enumerate(held) if not has)
         while lacking:
             part: list[int] = []
             n_bytes = 0
             while lacking and n_bytes < WRITE_BATCH_BYTES:
-                part.append(lacking.pop(0))
+                part.append(lacking.popleft())
                 n_bytes += len(slots[part[-1]].buffer)
             with self._written:
                 wait_s = 0.0 if self._stalled else WRITE_WAIT_S  # else saving to other tiers would wait, too

@@ -8,6 +8,8 @@ stages of other groups begin at any layer.
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import repeat
+from typing import cast
 
 import msgspec
 
@@ -87,12 +89,14 @@ class ReslicedPool:
         return held
 
     def _holds_parts(self, ids: Sequence[BlockId]) -> list[bool]:
+        """True for each block whose parts are in the pool. The step loop asks, in turn with the tier's threads."""
         found = [False] * len(ids)
-        for tag, division in list(self._used.items()):  # to which a reading thread may add meanwhile
-            mine = [at for at, id_ in enumerate(ids) if id_[1] == tag]  # ids may be plain tuples
-            parts = [self._pool.holds(_ids_of([ids[at] for at in mine], part)) for part in division]
-            for at, *has in zip(mine, *parts):
-                found[at] = all(has)
+        for tag, division in list(self._used.items()):  # a reading thread may add to it
+            mine = [at for at, (_, each) in enumerate(ids) if each == tag]
+            keys = [ids[at][0] for at in mine]
+            parts = (self._pool.holds(_plain_ids(keys, layout_tag(part))) for part in division)
+            for at, has in zip(mine, map(all, zip(*parts))):
+                found[at] = has
         return found
 
     def look_up(self, ids: Sequence[BlockId]) -> None:
@@ -156,3 +160,8 @@ class ReslicedPool:
 def _ids_of(ids: Sequence[BlockId], part: KVGroup) -> list[BlockId]:
     tag = layout_tag(part)
     return [BlockId(key, tag) for key, _ in ids]
+
+
+def _plain_ids(keys: Sequence[bytes], tag: bytes) -> list[BlockId]:
+    """Tuples, which are equal to a BlockId, and sooner made."""
+    return cast("list[BlockId]", list(zip(keys, repeat(tag))))
