@@ -360,10 +360,12 @@ class MixedShape(NamedTuple):
         return cls(batch.n_decodes, batch.n_tokens, len(batch.chunks), False)
 
     @classmethod
-    def of(cls, batch: StepBatch, max_rows: int, largest: int = MAX_GRAPH_TOKENS) -> "MixedShape":
+    def of(
+        cls, batch: StepBatch, max_rows: int, largest: int = MAX_GRAPH_TOKENS, token_budget: int = BURST_TOKENS
+    ) -> "MixedShape":
         """A shape that many batches share, worth capturing; the exact one for large or unusual batches."""
         n_tokens = mixed_tokens(batch.n_tokens)
-        if burst := burst_tokens(batch.n_decodes, batch.n_tokens, largest):
+        if burst := burst_tokens(batch.n_decodes, batch.n_tokens, largest, token_budget):
             n_tokens = largest = burst
         if len(batch.chunks) >= CHUNK_ROWS or n_tokens > largest:
             return cls.exact(batch)
@@ -379,7 +381,7 @@ class MixedShape(NamedTuple):
             sizes = range(TILE, largest + 1, TILE)
             found += [cls(n_decodes, n_tokens, CHUNK_ROWS, True) for n_tokens in sizes if n_tokens > fewest]
             fewest = n_decodes
-        if token_budget >= BURST_TOKENS and burst_tokens(1, BURST_TOKENS, largest):
+        if burst_tokens(1, BURST_TOKENS, largest, token_budget):
             found += [cls(n_decodes, BURST_TOKENS, CHUNK_ROWS, True) for n_decodes in all_mixed_decode_rows(max_rows)]
         return found
 

@@ -563,7 +563,7 @@ class GpuRunner:
     def _launch_mixed(self, batch: StepBatch) -> tuple[int, Callable[[], None] | None]:
         shape, with_images = MixedShape.exact(batch), batch.with_images(self._slots) if self._images is not None else []
         if self._pads and batch.scores is None and not with_images:
-            shape = MixedShape.of(batch, self._max_rows, self.graph_tokens)
+            shape = MixedShape.of(batch, self._max_rows, self.graph_tokens, self._token_budget)
         if shape.padded:
             wanted = StepKind(shape, self._find_shared(batch))
             kind = self._prepared(wanted)

@@ -45,13 +45,14 @@ def mixed_tokens(n: int) -> int:
 
 def table_width(context_len: int) -> int:
     """Blocks of a row's table, a multiple of 16: Triton recompiles kernels for other strides."""
-    return -(-max(context_len, MAX_GRAPH_TOKENS) // 256) * 16  # padding tokens have a context, too
+    return -(-max(context_len, BURST_TOKENS) // 256) * 16  # padding tokens have a context, too
 
 
-def burst_tokens(n_decodes: int, n_tokens: int, largest: int) -> int:
-    """Tokens of the captured step for a burst of prompts; 0 if such a step does not suit. largest: `graph_tokens`."""
-    suits = n_decodes > 0 and MAX_GRAPH_TOKENS < n_tokens <= BURST_TOKENS and largest == MAX_GRAPH_TOKENS
-    return BURST_TOKENS if suits else 0
+def burst_tokens(n_decodes: int, n_tokens: int, largest: int, token_budget: int) -> int:
+    """Tokens of the captured step for a burst of prompts; 0 if such a step does not suit, or memory for the token
+    budget does not hold it. largest: `graph_tokens`."""
+    suits = n_decodes > 0 and MAX_GRAPH_TOKENS < n_tokens <= BURST_TOKENS <= token_budget
+    return BURST_TOKENS if suits and largest == MAX_GRAPH_TOKENS else 0
 
 
 def all_decode_rows(max_rows: int) -> list[int]:

@@ -9,10 +9,17 @@ from hypothesis import strategies as st
 
 from emberline.engine.core.plan import BLOCKS, LAST_SAMPLED, NO_BLOCK, Columns, Row, StepPlan
 from emberline.engine.runners.gpu.batch import MixedShape, StepBatch, find_shared_prefix
-from emberline.engine.runners.gpu.shapes import BURST_TOKENS, CHUNK_ROWS, MAX_GRAPH_TOKENS, all_mixed_decode_rows
+from emberline.engine.runners.gpu.shapes import (
+    BURST_TOKENS,
+    CHUNK_ROWS,
+    MAX_GRAPH_TOKENS,
+    all_mixed_decode_rows,
+    table_width,
+)
 from emberline.engine.runners.gpu.slots import Slot
 from emberline.kernels.decode_inputs import HEADER_ROWS
 from emberline.kernels.sampling import SamplerRow
+from emberline.protocol.block_hash import BLOCK_TOKENS
 
 N_GROUPS = 2
 
@@ -99,12 +106,12 @@ def test_a_batch_does_not_depend_on_which_rows_are_columns():
 
 
 def test_a_burst_beside_decodes_has_a_captured_shape():
-    def shape(n_decodes, n_tokens, n_chunks=3, largest=MAX_GRAPH_TOKENS):
+    def shape(n_decodes, n_tokens, n_chunks=3, largest=MAX_GRAPH_TOKENS, token_budget=8192):
         sizes = [n_tokens // n_chunks] * (n_chunks - 1)
         sizes.append(n_tokens - sum(sizes))
         chunks = [Row(n, n, 0, bytes(4 * size), None, [0], True) for n, size in enumerate(sizes)]
         packet = np.zeros((HEADER_ROWS + 2, n_decodes), np.int32)
-        return MixedShape.of(StepBatch(packet=packet, chunks=chunks), 256, largest)
+        return MixedShape.of(StepBatch(packet=packet, chunks=chunks), 256, largest, token_budget)
 
     captured = MixedShape.all_padded(256, MAX_GRAPH_TOKENS, 8192)
     assert [each for each in captured if each.n_tokens == BURST_TOKENS] == [
@@ -117,3 +124,10 @@ def test_a_burst_beside_decodes_has_a_captured_shape():
     assert not shape(8, BURST_TOKENS).padded, "one tile more"
     assert not shape(8, 1500, largest=256).padded, "of a model whose chunks are never captured"
     assert max(each.n_tokens for each in MixedShape.all_padded(256, MAX_GRAPH_TOKENS, 1024)) == MAX_GRAPH_TOKENS
+    assert not shape(8, 1500, token_budget=1536).padded, "more tokens than there is memory for"
+
+
+def test_tables_hold_the_padding_of_every_captured_step():
+    """The padding of a step is a row of its spare tokens, whose KV it writes where its table says."""
+    captured = MixedShape.all_padded(256, MAX_GRAPH_TOKENS, 8192)
+    assert table_width(512) * BLOCK_TOKENS >= max(shape.n_tokens for shape in captured)
