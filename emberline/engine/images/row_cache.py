@@ -6,6 +6,7 @@ In a rank group every rank of the first stage encodes with its share of the towe
 All ranks see the same plans: their caches hold, and evict, the same tiles.
 """
 
+import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -22,6 +23,7 @@ from emberline.models.vision.tower import Encoding, VisionTower, finish
 from emberline.protocol.images import Size, n_pixel_bytes
 
 TileKey = tuple[bytes, int]  # the image's digest, and the number of a tile
+_log = logging.getLogger(__name__)
 
 
 class RowSource(Protocol):
@@ -80,6 +82,7 @@ class RowCache:
         self.tower, self._n_rows, self._device = tower, n_rows, device
         self._typical = typical
         self._begun: dict[TileKey, Encoding] = {}
+        self._failed: set[TileKey] = set()  # tiles whose pieces failed beside sequences that have no part in it
         self._operations_s = 0.0  # floating-point operations per second of the tower, once they are measured
         self._capacity, self._used = capacity_bytes, 0
         self._threads, self._largest = threads, largest
@@ -97,7 +100,7 @@ class RowCache:
     def begin(self, rows: TileRows) -> bool:
         """Let the next steps encode a tile, piece by piece. Returns False if the step that takes its rows is to encode
         it as a whole."""
-        if self._typical is None:
+        if self._typical is None or rows.key in self._failed:
             return False
         if rows.key not in self._begun:
             self._begun[rows.key] = self._pieces(rows)
@@ -105,7 +108,8 @@ class RowCache:
 
     @torch.inference_mode()
     def advance(self, limit_s: float) -> None:
-        """Queue pieces of the tiles that were begun, one at least, that take the device about so long."""
+        """Queue pieces of the tiles that were begun, one at least, that take the device about so long. A tile that
+        fails is encoded by the step that takes its rows: if that fails too, it is no other sequence's fault."""
         left = limit_s * self._operations_s
         while self._begun:
             key, encoding = next(iter(self._begun.items()))
@@ -114,6 +118,10 @@ class RowCache:
             except StopIteration as end:
                 del self._begun[key]
                 self._keep(key, end.value)
+            except Exception:
+                _log.exception("a tile could not be encoded beside other sequences")
+                del self._begun[key]
+                self._failed.add(key)
             if left <= 0:
                 return
 
@@ -166,6 +174,7 @@ class RowCache:
         counts = [self._n_rows(rows.image.tiles[rows.tile]) for rows in missing]
         for rows, part in zip(missing, torch.split(made, counts), strict=True):
             self._keep(rows.key, part)
+            self._failed.discard(rows.key)
 
     def _pieces(self, rows: TileRows) -> Encoding:
         return (yield from self.tower.pieces(_pixels(rows, self._device)))

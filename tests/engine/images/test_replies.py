@@ -1,19 +1,24 @@
 """Replies about images are those of transformers, whatever the family, the runner and the schedule."""
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from emberline.engine.images.places import ImagePlaces
+from emberline.engine.images.row_cache import RowCache
 from emberline.engine.runners.cpu.torch_runner import TorchRunner
 from emberline.engine.runners.gpu.runner import GpuRunner
 from emberline.models.draft_model import DraftModel
 from emberline.models.registry import load_model
+from emberline.models.vision.loading import load_tower
 from emberline.protocol.errors import BadInput
 from emberline.protocol.token_ids import unpack
 from emberline.weights.checkpoint import open_checkpoint
-from tests.engine.images.small_engine import Prompt, SmallEngine
+from tests.engine.images.small_engine import Prompt, SmallEngine, processor_of
 from tests.engine.runners.gpu.test_draft_model_chain import Drafting
 from tests.models.vision.small_vision_models import MODELS, TEXT, save_vision_model
 
@@ -151,6 +156,38 @@ def test_what_was_begun_is_finished_when_nothing_decodes(model: tuple[Path, Any]
         found += [id for delta in engine.loop.step(0.0) if delta.id == "second" for id in unpack(delta.token_ids)]
     assert found == second.expected(reference)
     assert engine.load.image_tiles_encoded == 2
+
+
+class FailingPieces:
+    """A tower that cannot encode a tile beside other sequences, as where a GPU has no memory for it."""
+
+    def __init__(self, tower: Any) -> None:
+        self._tower = tower
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tower, name)
+
+    def pieces(self, tile: torch.Tensor) -> Iterator[float]:
+        yield 1.0
+        raise RuntimeError("out of memory")
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl"])
+def test_a_tile_whose_pieces_fail_is_encoded_by_the_step_that_takes_it(model: tuple[Path, Any], family: str) -> None:
+    """The steps beside it go on."""
+    folder, _ = model
+    tower, processor = load_tower(folder, device="cpu", dtype=torch.float32), processor_of(folder)
+    assert tower is not None
+    prompt = Prompt(folder, family, [0], seed=1).request("a")
+    (rows,) = ImagePlaces(prompt, processor).between(0, len(unpack(prompt.prompt_ids)))[1]
+    cache, plain = (
+        RowCache(each, processor.n_rows, 1 << 20, typical=(32, 32)) for each in (FailingPieces(tower), tower)
+    )
+    assert cache.begin(rows)
+    for _ in range(2):
+        cache.advance(0.0)
+    assert not cache.begin(rows)
+    assert torch.equal(cache.take([rows]), plain.take([rows]))
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl"])
