@@ -248,6 +248,12 @@ async def test_rules_of_a_gateway(versions: PredictorVersions, tmp_path: Path) -
         usage = (await server.root.get("/api/usage")).json()["total"]
         assert usage["requests"] == 1, "a hit computes and costs nothing"
         assert "blocked by the guardrail 'words'" in await server.error("features", text="a forbidden word")
+        del server.http.headers["cf-aig-gateway-id"]
+        options = {"gateway": {"id": "strict"}}
+        assert "blocked by the guardrail" in await server.error("features", text="forbidden", options=options)
+        queued = {**options, "queueRequest": True}
+        assert "a gateway answers at once" in await server.error("features", text="forbidden", options=queued)
+        server.http.headers["cf-aig-gateway-id"] = "strict"
         assert "blocked by the guardrail 'words'" in await server.error(
             "features", act="context", context={"a": "forbidden"}
         )
@@ -260,7 +266,7 @@ async def test_rules_of_a_gateway(versions: PredictorVersions, tmp_path: Path) -
         assert "return text, not files" in await server.error("picture", image=None)
 
         async def is_logged() -> bool:
-            return len((await server.root.get("/api/gateways/strict/logs")).json()["data"]) == 8
+            return len((await server.root.get("/api/gateways/strict/logs")).json()["data"]) == 9
 
         await until(is_logged)
         rows = (await server.root.get("/api/gateways/strict/logs")).json()["data"]
@@ -269,7 +275,7 @@ async def test_rules_of_a_gateway(versions: PredictorVersions, tmp_path: Path) -
         assert "a b" in kept["request"]
         assert "a b" in kept["response"]
         assert "hush" not in str(kept)
-        assert [row["status"] for row in rows].count("error") == 6
+        assert [row["status"] for row in rows].count("error") == 7
 
 
 async def test_secrets_are_granted_by_name_and_hidden_in_logs(

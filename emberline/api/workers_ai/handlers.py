@@ -18,7 +18,7 @@ from emberline.api.workers_ai.encode_request import EncodeInput, encoded_result,
 from emberline.api.workers_ai.media import TASKS, run_media
 from emberline.api.workers_ai.predict import PredictInput, prediction_reply, read_predict_input
 from emberline.api.workers_ai.response_body import RunStream, enveloped, result_body, result_reply
-from emberline.api.workers_ai.run_request import RunRequest, UniversalRequest
+from emberline.api.workers_ai.run_request import RunOptions, RunRequest, UniversalRequest
 from emberline.api.workers_ai.speech import run_speech
 from emberline.catalog.model_card import PREDICTION, SPEECH_RECOGNITION, CogSource
 from emberline.jobs.batches.batch import Batch, new_batch_id
@@ -147,6 +147,8 @@ async def _hear(call: HttpExchange, model: str, raw: bytes) -> Reply:
 async def _predict(call: HttpExchange, model: str, raw: bytes, predictor: CogSource) -> Response:
     content_type = call.headers.get("content-type", "").encode("latin-1", "replace").lower()
     body = read_predict_input(raw, predictor, content_type)
+    if body.options.gateway is not None:
+        call.use_gateway(body.options.gateway)
     if body.for_queue or _queue_requested(call):
         call.refuse_gateway("queueRequest")
         return await _run_queued(call, model, raw, body)
@@ -268,16 +270,24 @@ def read_input_job(service: Services, batch: Batch, line: FileLine) -> NewJob:
         if given.requests is not None or given.request_id is not None:
             wanted = "a `text`, or a `query` and `contexts`" if encodes else "a `prompt` or `messages`"
             raise BadInput(f"an input in `requests` is {wanted}", param="requests")
+        _refuse_gateway(given.options)
         task, _ = given.to_request("", None, model)
         return NewJob(reference, line_request(task, service, batch))
     except EmberlineError as error:
         return NewJob(reference, None, error.info())
 
 
+def _refuse_gateway(options: RunOptions | None) -> None:
+    """Refuse an input in `requests` that asks for a gateway, whose rules nobody would apply."""
+    if options is not None and options.gateway is not None:
+        raise Unsupported("a gateway answers at once: leave `options.gateway` out", param="requests")
+
+
 def _prediction_job(service: Services, batch: Batch, given: PredictInput) -> NewJob:
     reference = given.external_reference if isinstance(given.external_reference, str) else ""
     if given.stream:
         raise BadInput("`stream` has no meaning in the queue: leave it out", param="stream")
-    if given.for_queue:
+    if given.requests is not None or given.request_id is not None:
         raise BadInput("an input in `requests` has the inputs of the model", param="requests")
+    _refuse_gateway(given.options)
     return NewJob(reference[:512], line_request(given.to_request("", None, batch.model), service, batch))

@@ -8,8 +8,9 @@ from emberline.api.http.exchange import HttpExchange, Reply
 from emberline.api.http.wire import decode
 from emberline.api.openai.media import make, media_reply
 from emberline.api.workers_ai.response_body import result_reply
+from emberline.api.workers_ai.run_request import read_options
 from emberline.catalog.model_card import TEXT_TO_IMAGE, TEXT_TO_SPEECH, TEXT_TO_VIDEO, ModelCard
-from emberline.protocol.errors import BadInput
+from emberline.protocol.errors import BadInput, Unsupported
 from emberline.protocol.media import MAX_IMAGES, MediaRequest
 
 TASKS: dict[str, Literal["image", "speech", "video"]] = {
@@ -25,6 +26,11 @@ _SPEECH = {"text": "input", "prompt": "input", "speaker": "voice", "encoding": "
 async def run_media(call: HttpExchange, model: str, card: ModelCard, raw: bytes) -> Reply:
     """An image as `{"image": base64}`; speech and video as bytes. Fields in OpenAI's words are passed on."""
     given = decode(raw, _decoder)
+    options = read_options(given.pop("options", None))
+    if options.queue_request:
+        raise Unsupported(f"{model} has no queue: leave `queueRequest` out", param="queueRequest")
+    if options.gateway is not None:
+        call.use_gateway(options.gateway)
     task = TASKS[card.task]
     fields = dict(given)
     if task == "speech":

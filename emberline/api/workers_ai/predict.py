@@ -12,6 +12,7 @@ from emberline.api.http.errors import Dialect, HeaderList
 from emberline.api.http.exchange import HttpExchange, Reply, json_reply
 from emberline.api.http.wire import decode
 from emberline.api.workers_ai.response_body import envelope, result_reply
+from emberline.api.workers_ai.run_request import RunOptions, read_options
 from emberline.catalog.model_card import CogSource
 from emberline.protocol.errors import BadInput, Unsupported
 from emberline.protocol.prediction import Manifest, Prediction, is_file
@@ -35,7 +36,7 @@ class PredictInput(msgspec.Struct, kw_only=True):
     inputs: dict[str, Any]
     stream: bool = False
     context: dict[str, str] = {}
-    reject_if_busy: bool = False
+    options: RunOptions = msgspec.field(default_factory=RunOptions)
     requests: list[Any] | None = None  # inputs for the queue
     request_id: str | None = None  # of queued inputs: asks for their status
     external_reference: Any = None
@@ -43,7 +44,7 @@ class PredictInput(msgspec.Struct, kw_only=True):
     @property
     def for_queue(self) -> bool:
         """True if the body submits to the queue or polls it."""
-        return self.requests is not None or self.request_id is not None
+        return bool(self.options.queue_request) or self.requests is not None or self.request_id is not None
 
     def to_request(self, request_id: str, session: str | None, model: str) -> PredictRequest:
         return PredictRequest(
@@ -53,7 +54,7 @@ class PredictInput(msgspec.Struct, kw_only=True):
             stream=self.stream,
             context=self.context,
             session=session,
-            reject_if_busy=self.reject_if_busy,
+            reject_if_busy=bool(self.options.reject_if_busy),
             api="run",
         )
 
@@ -67,9 +68,6 @@ def read_predict_input(raw: bytes, predictor: CogSource, content_type: bytes = b
     controls = {name: given.pop(name) for name in _CONTROLS if name in given and name not in names}
     if "input" not in names and given.keys() == {"input"} and isinstance(given["input"], dict):
         given = given["input"]  # as Cog's own API has it
-    options = controls.get("options") or {}
-    if not isinstance(options, dict):
-        raise BadInput("`options` must be an object", param="options")
     for name, kind in (("stream", bool), ("requests", list), ("request_id", str)):
         if not isinstance(controls.get(name), kind | None):
             raise BadInput(f"`{name}` must be of type {kind.__name__}", param=name)
@@ -77,7 +75,7 @@ def read_predict_input(raw: bytes, predictor: CogSource, content_type: bytes = b
         inputs=given,
         stream=bool(controls.get("stream")),
         context=_read_context(controls.get("context")),
-        reject_if_busy=bool(options.get("rejectIfBusy")),
+        options=read_options(controls.get("options")),
         requests=controls.get("requests"),
         request_id=controls.get("request_id"),
         external_reference=controls.get("external_reference"),

@@ -1,6 +1,6 @@
 """The input of a Workers AI model, and its conversion to the canonical request."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
@@ -27,6 +27,14 @@ class RunOptions(msgspec.Struct):
     reject_if_busy: bool | None = msgspec.field(default=None, name="rejectIfBusy")
     queue_request: bool | None = msgspec.field(default=None, name="queueRequest")
     gateway: GatewayOptions | None = None
+
+
+def read_options(given: Any) -> RunOptions:
+    """The `options` of a decoded body; None: it has none. Raises BadInput."""
+    try:
+        return RunOptions() if given is None else msgspec.convert(given, RunOptions)
+    except msgspec.ValidationError as error:
+        raise BadInput(f"`options` cannot be read: {error}", param="options") from None
 
 
 class RunRequest(ChatFields, kw_only=True):

@@ -12,7 +12,8 @@ from emberline.api.common.unsupported_fields import UnsupportedField, refuse_uns
 from emberline.api.http.exchange import HttpExchange, Reply
 from emberline.api.http.wire import NO_LIMIT, decode
 from emberline.api.workers_ai.response_body import result_reply
-from emberline.protocol.errors import BadInput, TooLarge
+from emberline.api.workers_ai.run_request import RunOptions
+from emberline.protocol.errors import BadInput, TooLarge, Unsupported
 from emberline.protocol.request import SpeechRequest
 from emberline.protocol.speech import MAX_AUDIO_BYTES, Transcript
 
@@ -25,6 +26,7 @@ class SpeechInput(msgspec.Struct, kw_only=True):
     language: str | None = None
     initial_prompt: Annotated[str, Meta(max_length=2000)] = ""
     vad_filter: bool | Literal["true", "false"] = False
+    options: RunOptions | None = None
     prefix: UnsupportedField = None
     beam_size: UnsupportedField = None
 
@@ -70,6 +72,10 @@ async def run_speech(call: HttpExchange, model: str, raw: bytes) -> Reply:
         refuse_unsupported(body)
         if body.vad_filter not in (False, "false"):
             raise BadInput("`vad_filter` is not supported: leave it out", param="vad_filter")
+        if body.options is not None and body.options.queue_request:
+            raise Unsupported(f"{model} has no queue: leave `queueRequest` out", param="queueRequest")
+        if body.options is not None and body.options.gateway is not None:
+            call.use_gateway(body.options.gateway)
     if len(audio) > MAX_AUDIO_BYTES:
         raise TooLarge(f"audio has at most {MAX_AUDIO_BYTES // 1_000_000} MB", param="audio")
     request = SpeechRequest(id=call.id, model=model, audio=audio, session=call.session, api="run")

@@ -1,12 +1,14 @@
-"""Files that a predictor returns: their types are its own words, which end up in a header."""
+"""Inputs and outputs of predictors: options of a call, and files, whose types end up in a header."""
 
 import base64
 
 import msgspec
 import pytest
 
-from emberline.api.workers_ai.predict import from_data_url, read_file
-from emberline.protocol.errors import Unsupported
+from emberline.api.workers_ai.predict import from_data_url, read_file, read_predict_input
+from emberline.catalog.model_card import CogSource
+from emberline.protocol.errors import BadInput, Unsupported
+from emberline.protocol.gateway import GatewayOptions
 
 
 @pytest.mark.parametrize(
@@ -31,3 +33,15 @@ def test_a_file_is_read_in_pieces() -> None:
         assert read_file(msgspec.json.encode(text)) == from_data_url(text)
     with pytest.raises(Unsupported, match="not in base64"):
         read_file(b'"data:a/b;base64,x"')
+
+
+def test_options_of_a_prediction() -> None:
+    predictor = CogSource(version=1, digest="", input={"properties": {"text": {"type": "string"}}}, output={})
+    asked = {"gateway": {"id": "strict", "skipCache": True}, "rejectIfBusy": True, "queueRequest": True}
+    body = read_predict_input(msgspec.json.encode({"text": "a", "options": asked}), predictor)
+    assert body.options.gateway == GatewayOptions(id="strict", skip_cache=True), "its guardrails must see the input"
+    assert body.for_queue
+    assert body.to_request("id", None, "@me/x").reject_if_busy
+    for wrong in ([], {"gateway": "strict"}, {"gateway": {"id": 3}}, {"rejectIfBusy": "yes"}):
+        with pytest.raises(BadInput, match="`options` cannot be read"):
+            read_predict_input(msgspec.json.encode({"text": "a", "options": wrong}), predictor)

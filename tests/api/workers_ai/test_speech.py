@@ -32,6 +32,13 @@ async def test_audio_in_every_form(client: httpx.AsyncClient, service: FakeServi
     assert {request.audio for request in service.speech_requests} == {AUDIO}
 
 
+async def test_a_gateway_in_the_options(client: httpx.AsyncClient, service: FakeService) -> None:
+    answer = await client.post(URL, json={"audio": [1], "options": {"gateway": {"id": "strict"}}})
+    assert answer.status_code != 200, "the rules of a gateway that is asked for apply, or nothing is done"
+    assert "it has no gateways" in answer.text
+    assert not service.speech_requests
+
+
 async def test_options(client: httpx.AsyncClient, service: FakeService) -> None:
     options = {"task": "translate", "language": "de", "initial_prompt": "Emberline"}
     await client.post(URL, json={"audio": [1], **options})
@@ -50,6 +57,8 @@ async def test_options(client: httpx.AsyncClient, service: FakeService) -> None:
         {"audio": [1], "vad_filter": True},
         {"audio": [1], "beam_size": 9},
         {"audio": [1], "prefix": "So"},
+        {"audio": [1], "options": {"queueRequest": True}},
+        {"audio": [1], "options": {"gateway": {"id": 3}}},
     ],
 )
 async def test_bad_inputs(client: httpx.AsyncClient, body: dict[str, object]) -> None:

@@ -74,6 +74,14 @@ async def test_images(gateway: Opener, server: StandinOpenAI) -> None:
     assert native.json()["result"] == {"image": "iVBORw0KGgo="}
     assert server.requests[2]["size"] == "64x64"
     assert [row[5] for row in await made.rows()] == [80_000 * 10**6, 40_000 * 10**6, 40_000 * 10**6]
+    for options, message in (
+        ({"gateway": {"id": "strict"}}, "it has no gateways"),
+        ({"queueRequest": True}, "has no queue"),
+        ({"gateway": "x"}, "`options` cannot be read"),
+    ):
+        refused = await made.post(f"{RUN}/acme/gpt-image", {"prompt": "a cat", "options": options})
+        assert message in refused.text, "neither ignored nor sent to the provider"
+    assert len(server.requests) == 3
 
 
 async def test_a_number_out_of_range_is_refused(gateway: Opener, server: StandinOpenAI) -> None:
