@@ -90,7 +90,7 @@ options = backend.parse_options({"num_warps": 8})
 ir.load_dialects(context)
 backend.load_dialects(context)
 rest = backend.get_codegen_implementation(options), backend.get_module_map(), context
-assert "warp_specialize" in str(latent_attention.make_ir(target, options, *rest)), "a kernel in Gluon"
+assert "warp_specialize" in str(gluon_source.make_ir(target, options, *rest)), "a kernel in Gluon"
 print(json.dumps([by_server, found, of_gluon, compiled(), asked, built, kernel.name, kernel2.name]))
 """
 GLUON = """

@@ -21,7 +21,7 @@ def compiled(kernel, types, **constants):
     signature = dict(zip(names, types, strict=True))
     divisible = {(n,): [["tt.divisibility", 16]] for n, kind in enumerate(types) if kind.startswith("*")}
     source = ASTSource(kernel, signature, constants, divisible)
-    triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    triton.compile(gluon_source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
 
 """
 EXPERTS = """
@@ -123,7 +123,7 @@ types = {"q": f"tensordesc<bf16[64, 64],{shared}>", "kv": f"tensordesc<bf16[16, 
 others = ["*bf16", *["*i32"] * 4, "*fp32", "*fp32", "fp32", "i32", "i32", "constexpr", "constexpr"]
 types |= dict(zip(names, others, strict=True))
 constants = {(len(names),): 64, (len(names) + 1,): 1}
-source = GluonASTSource(hopper._latent_attention_hopper, types, constants, {})
+gluon_source = GluonASTSource(hopper._latent_attention_hopper, types, constants, {})
 warps = hopper.WARPS
 """
 LOSSLESS = """
@@ -150,14 +150,14 @@ names = _lossless_hopper.arg_names
 others = ["*fp32", *["i32"] * 5, *["constexpr"] * 5]
 maps = [f"tensordesc<bf16[256, 64],{_SHARED!r}>", f"tensordesc<i16[128, 64],{_SHARED!r}>"]
 constants = dict(zip([(i,) for i in range(8, 13)], [1, 128, 256, 2, 4], strict=True))
-source = GluonASTSource(_lossless_hopper, dict(zip(names, [*maps, *others], strict=True)), constants, {})
+gluon_source = GluonASTSource(_lossless_hopper, dict(zip(names, [*maps, *others], strict=True)), constants, {})
 warps = 4
 """
 COMPILED_BY_GLUON = """
 import triton
 from triton.backends.compiler import GPUTarget
 
-triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+triton.compile(gluon_source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
 print("compiled")
 """
 
