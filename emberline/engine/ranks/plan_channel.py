@@ -10,7 +10,7 @@ import msgspec
 from emberline.engine.ranks.messages import End, StepMessage, encoder, step_messages
 from emberline.engine.ranks.plan_ring import RingReader, RingWriter
 from emberline.kv.transfer.connection import PeerConnection, PeerConnectionLost
-from emberline.protocol.frames import LENGTH
+from emberline.protocol.frames import LENGTH, MAX_FRAME_BYTES
 
 
 class PlanWriter:
@@ -63,7 +63,7 @@ class ConnectionReader:
         decoder: msgspec.msgpack.Decoder[StepMessage] = step_messages
         try:
             while True:
-                message = self._connection.receive(decoder)
+                message = self._connection.receive(decoder, MAX_FRAME_BYTES)
                 self._messages.put(message)
                 if isinstance(message, End):
                     return

@@ -42,6 +42,7 @@ from emberline.kv.transfer.connection import PeerConnection, PeerConnectionLost
 from emberline.kv.transfer.manager import dialed
 from emberline.protocol.block_hash import KVGroup
 from emberline.protocol.errors import BadInput
+from emberline.protocol.frames import MAX_FRAME_BYTES
 from emberline.protocol.parallel_layout import Layout, Position
 from emberline.protocol.request import RankEndpoint
 
@@ -199,7 +200,7 @@ class Leader:
                 if self._closing:
                     return
                 try:
-                    message = connection.receive(messages.to_leader)
+                    message = connection.receive(messages.to_leader, MAX_FRAME_BYTES)
                 except PeerConnectionLost:
                     self._end_group(f"rank {rank} is gone: {self._exit_of(rank)}")
                 if isinstance(message, RankFailed):
