@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from emberline.catalog.model_store import ModelStore
@@ -146,6 +147,9 @@ def test_a_container_is_confined_and_its_secrets_are_no_arguments() -> None:
         assert "tell-nobody" not in text
         assert variables["TOKEN"] == "tell-nobody"
         assert variables["HOME"] == os.environ["HOME"]
+        steering = msgspec.structs.replace(program, environment={"DOCKER_HOST": "tcp://elsewhere"})
+        with pytest.raises(BadInput, match="DOCKER_HOST is a variable of the container engine"):
+            run_arguments(kind, "name", "sha256:00", steering, [])
 
 
 def test_a_machine_without_an_engine_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

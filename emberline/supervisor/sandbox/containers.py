@@ -189,6 +189,8 @@ class RunningContainer:
         self._engine = engine
         self._memory_limit = program.memory_bytes
         self._name = f"{_own_prefix()}{os.getpid()}-{next(_numbers)}"
+        mounts = [(str(relay), RELAY), (str(runtime / "control"), CONTROL)]
+        arguments, variables = run_arguments(engine.kind, self._name, image, program, mounts)
         self._lifeline: socket.socket | None = None
         self._counters: MemoryCounters | None = None
         self._is_removed = False
@@ -198,8 +200,6 @@ class RunningContainer:
         self._control.listen(1)
         descriptor = os.dup(listener)
         threading.Thread(target=self._hand_over, args=(descriptor,), name="container", daemon=True).start()
-        mounts = [(str(relay), RELAY), (str(runtime / "control"), CONTROL)]
-        arguments, variables = run_arguments(engine.kind, self._name, image, program, mounts)
         try:
             self._process = subprocess.Popen(
                 [engine.path, *arguments],
@@ -297,7 +297,9 @@ def run_arguments(
     kind: str, name: str, image: str, program: Program, mounts: Sequence[tuple[str, str]]
 ) -> tuple[list[str], dict[str, str]]:
     """Arguments of the engine's command line, and its variables. Values of the program's variables are not among the
-    arguments, which every user of the machine can read."""
+    arguments, which every user of the machine can read.
+
+    Raises BadInput for a variable that would steer the engine itself."""
     memory = program.memory_bytes + program.scratch_bytes  # files in memory count
     arguments = ["run", "--name", name, "--pull", "never", "--network", "none", "--hostname", "sandbox"]
     arguments += ["--read-only", "--cap-drop", "ALL", "--security-opt", "no-new-privileges"]
@@ -322,6 +324,8 @@ def run_arguments(
         )
     own = _engine_environment()
     for variable, value in program.environment.items():
+        if variable.startswith(_INHERITED_PREFIXES):
+            raise BadInput(f"{variable} is a variable of the container engine: give the secret another name")
         arguments += ["--env", f"{variable}={value}" if variable in own or not value else variable]
     return [*arguments, image, *program.command], {**program.environment, **own}
 
