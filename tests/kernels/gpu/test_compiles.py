@@ -21,7 +21,7 @@ def compiled(kernel, types, **constants):
     signature = dict(zip(names, types, strict=True))
     divisible = {(n,): [["tt.divisibility", 16]] for n, kind in enumerate(types) if kind.startswith("*")}
     source = ASTSource(kernel, signature, constants, divisible)
-    triton.compile(gluon_source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
 
 """
 EXPERTS = """
