@@ -138,8 +138,8 @@ def find_image(reference: str, registries: Sequence[str] = ()) -> tuple[Engine, 
             return engine, image
     if not is_granted(reference, registries):
         raise BadInput(
-            f"{' and '.join(each.kind for each in engines)} have no image {reference[:200]}, and none is pulled from "
-            "there: pull it yourself, or list its registry in [predictors] image_registries",
+            f"there is no image {reference[:200]} in {' or '.join(each.kind for each in engines)}, and its registry is "
+            "not granted: pull it yourself, or list the registry in [predictors] image_registries",
             param="image",
         )
     full = full_name(reference)
