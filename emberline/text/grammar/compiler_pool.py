@@ -192,9 +192,14 @@ class CompilerProcess:
 
 async def _within_cpu_time(limit_s: float, pid: int, work: Coroutine[Any, Any, CompileReply]) -> CompileReply:
     """Wait for what the process does. Raises TimeoutError when it has used limit_s of CPU time, or MAX_WALL times that
-    of wall time."""
+    of wall time, and ConnectionError if it has ended already."""
     clock = ~pid << 3 | 2  # Linux's number of the clock that counts the CPU time of a process
-    end_cpu_s, end_s, left_s = time.clock_gettime(clock) + limit_s, time.monotonic() + MAX_WALL * limit_s, limit_s
+    try:
+        end_cpu_s = time.clock_gettime(clock) + limit_s
+    except OSError:
+        work.close()
+        raise ConnectionError("the process has ended") from None
+    end_s, left_s = time.monotonic() + MAX_WALL * limit_s, limit_s
     task = asyncio.create_task(work)
     try:
         while not task.done() and left_s > CLOCK_S and time.monotonic() < end_s:

@@ -131,6 +131,15 @@ async def test_a_child_that_dies_is_replaced(compiler: GrammarCompiler) -> None:
     assert matches(decode(await compiler.compile(spec("regex", "y"))), "y")
 
 
+async def test_a_child_that_has_ended_before_it_is_asked_is_replaced(compiler: GrammarCompiler) -> None:
+    await compiler.compile(spec("regex", "x"))
+    pid = compiler.child_pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED)  # reaped, and the event loop has not been told
+    assert matches(decode(await compiler.compile(spec("regex", "y"))), "y")
+
+
 async def test_a_format_that_kills_the_child_twice_is_refused() -> None:
     script = "import os; os.write(1, bytes(4)); os.read(0, 4)"  # ready, and gone at the first request
     compiler = GrammarCompiler(command=[sys.executable, "-c", script])
