@@ -1,4 +1,4 @@
-"""KV events: what the device pool and each tier gain and lose, for those who route requests."""
+"""KV events: what the device pool and each tier gain and lose, for the routers of requests."""
 
 import threading
 from collections.abc import Callable, Iterable, Sequence

@@ -144,7 +144,7 @@ class RowCache:
         return padded
 
     def measured_bytes(self) -> int:
-        """Bytes of a GPU that the cache and an encoding need beside the weights. Encodes tiles to learn that, and how
+        """Bytes of a GPU that the cache and an encoding need besides the weights. Encodes tiles to learn that, and how
         fast the tower is."""
         width, height = self._largest
         before = torch.cuda.memory_allocated(self._device)

@@ -31,7 +31,7 @@ def layout_tag(group: KVGroup) -> bytes:
 
 
 class BlockMeta(msgspec.Struct, frozen=True, gc=False):
-    """Facts about a block that tiers need beside its bytes, for retention, purging and export.
+    """Facts about a block that tiers need besides its bytes, for retention, purging and export.
 
     There are as many as blocks: a struct that the garbage collector ignores, as collections stop all threads.
     """
