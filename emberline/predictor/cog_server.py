@@ -162,6 +162,11 @@ class CogServer:
         return self._program.memory_bytes
 
     @property
+    def scratch_is_full(self) -> bool:
+        """True if the predictor has no scratch space left."""
+        return self._program.scratch_is_full
+
+    @property
     def is_alive(self) -> bool:
         return self._program.status is None
 

@@ -4,7 +4,6 @@ It takes the place of the step loop of an engine: the worker's socket server dri
 up by the next step, for which they wake the socket server.
 """
 
-import errno
 import logging
 import os
 import threading
@@ -40,7 +39,6 @@ EXPECTED_S = 1.0  # of a prediction, until one has ended
 MEAN_SHARE = 0.2  # of the latest prediction in the mean of their seconds
 CANCEL_S = 10.0  # for a prediction to end once it was cancelled; then the server is killed
 
-_NO_SPACE = os.strerror(errno.ENOSPC)
 _log = logging.getLogger(__name__)
 
 
@@ -216,8 +214,8 @@ class PredictionLoop(RequestLoop[_Waiting]):
             item.ended_s = time.monotonic()
             if isinstance(error, PredictorCrashed):
                 self._crash = error.message
-            elif _NO_SPACE in error.message:  # files of earlier predictions stay in its scratch space
-                self._full = f"{error.message}; its scratch space is emptied"
+            elif self._server.scratch_is_full:  # files of earlier predictions stay there
+                self._full = f"{error.message}; its scratch space is full, and is emptied"
             self._server.log.add(f"prediction {request.id} failed: {error.message}")
             delta = TokenDelta(request.id, finish="error", usage=item.partial_usage(), error=error.info())
         except Exception:

@@ -159,8 +159,12 @@ def test_a_machine_without_an_engine_says_what_is_missing(monkeypatch: pytest.Mo
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
     with pytest.raises(Unavailable, match="push the project's folder instead"):
         find_engine()
-    monkeypatch.setenv("DOCKER_HOST", "tcp://10.0.0.1:2375")
-    assert find_engines()[1].startswith("DOCKER_HOST is another machine")
+    docker = tmp_path / "docker"
+    docker.write_text("#!/bin/sh\n[ $1 = context ] && echo tcp://10.0.0.1:2375\n")
+    docker.chmod(0o755)
+    engines, problem = find_engines()
+    assert not engines
+    assert "docker's context is tcp://10.0.0.1:2375, another machine" in problem
     for wrong in ("", "--privileged", "a b"):
         with pytest.raises(BadInput, match="is not the name of an image"):
             find_image(wrong)
@@ -209,7 +213,7 @@ async def test_an_image_is_served_like_a_folder(features: str, tmp_path: Path, m
 
         assert "No space left" in await server.error("boxed", act="fill")
         await until(lambda: server.problem("boxed"))
-        assert "its scratch space is emptied" in await server.problem("boxed")
+        assert "its scratch space is full, and is emptied" in await server.problem("boxed")
         await until(answers)
         assert re.search("more than its 512 MiB of memory", await server.error("boxed", act="leak"))
 

@@ -1,5 +1,6 @@
 """The loop of a predictor's worker, with a server that does what a hostile predictor could make it do."""
 
+import errno
 import os
 import select
 import socket
@@ -14,7 +15,7 @@ import pytest
 
 from emberline.predictor.cog_server import CogServer, PredictorCrashed
 from emberline.predictor.prediction_loop import CANCEL_S, LATE_S, PredictionLoop
-from emberline.protocol.errors import DeadlineExceeded
+from emberline.protocol.errors import DeadlineExceeded, PredictionFailed
 from emberline.protocol.prediction import Manifest, Prediction, PredictParams
 from emberline.protocol.request import EngineRequest, SamplingParams
 from emberline.supervisor.sandbox.protections import find_protections
@@ -107,6 +108,38 @@ def test_a_client_that_leaves_as_its_prediction_ends_costs_nothing(held: Any) ->
     assert loop.abort("done") is not None
     loop.step(time.monotonic() + CANCEL_S + 60)
     assert crashes == []
+
+
+class FailingServer(HeldServer):
+    """Fails with a message of the predictor's own, which can be an echo of its input."""
+
+    scratch_is_full = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log = self
+
+    def add(self, text: str) -> None:
+        """Log nothing."""
+
+    def predict(
+        self, name: str, given: bytes, limit_s: float, on_output: Any, context: bytes, on_sent: Callable[[], None]
+    ) -> Prediction:
+        raise PredictionFailed(f"the predictor failed: {os.strerror(errno.ENOSPC)}")
+
+
+def test_a_predictor_starts_again_if_its_scratch_space_is_full_and_not_if_it_says_so() -> None:
+    server, crashes = FailingServer(), list[str]()
+    loop = PredictionLoop(MANIFEST, server, crashes.append)  # type: ignore[arg-type]
+    try:
+        for is_full in (False, True):
+            server.scratch_is_full = is_full
+            loop.submit(request(f"full-{is_full}"), time.monotonic())
+            until(lambda: any(delta.finish == "error" for delta in loop.step(time.monotonic())))
+            loop.step(time.monotonic())
+            assert bool(crashes) is is_full
+    finally:
+        loop.close()
 
 
 class HostileSandbox:

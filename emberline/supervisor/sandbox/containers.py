@@ -22,7 +22,7 @@ import msgspec
 from emberline.protocol.errors import BadInput, Unavailable
 from emberline.supervisor.sandbox.control_group import ROOT, MemoryCounters
 from emberline.supervisor.sandbox.enter import NOBODY
-from emberline.supervisor.sandbox.program import SCRATCH, Program
+from emberline.supervisor.sandbox.program import SCRATCH, Program, Running, is_full_inside
 
 ENGINES = ("podman", "docker")
 PROBE_S, CONTROL_S, PULL_S = 20.0, 30.0, 3600.0
@@ -93,25 +93,36 @@ def find_engines(path: str | None = None) -> tuple[list[Engine], str]:
     """The container engines of this machine that answer, and what is wrong with the others. Blocks for up to a second.
 
     `path`: where to look; None: in PATH."""
-    if os.environ.get("DOCKER_HOST", "unix:").partition(":")[0] != "unix":
-        return [], "DOCKER_HOST is another machine, whose containers cannot share files with this one"
     found, problems = [], []
     for kind in ENGINES:
         if (program := shutil.which(kind, path=path)) is None:
             problems.append(f"{kind} is not installed")
             continue
         engine = Engine(kind, program)
-        what = "{{.Server.Version}}" if kind == "docker" else "{{.Client.Version}}"
         try:
-            asked = engine.ask("version", "--format", what, limit_s=PROBE_S)
+            problem = _problem(engine)
         except Unavailable as error:
-            problems.append(error.message)
-            continue
-        if asked.returncode:
-            problems.append(f"{kind} does not answer: {_last_line(asked.stderr)}")
+            problem = error.message
+        if problem:
+            problems.append(problem)
         else:
             found.append(engine)
     return found, "; ".join(problems)
+
+
+def _problem(engine: Engine) -> str:
+    """Why the engine cannot be used; empty if it can. Raises Unavailable."""
+    what = "{{.Client.Version}}"
+    if engine.kind == "docker":
+        what = "{{.Server.Version}}"
+        # The context is that of DOCKER_HOST, else of DOCKER_CONTEXT, else the one that `docker context use` chose.
+        context = engine.ask("context", "inspect", "--format", "{{.Endpoints.docker.Host}}")
+        if context.returncode:
+            return f"docker's context cannot be read: {_last_line(context.stderr)}"
+        if not (host := context.stdout.strip()).startswith("unix:"):
+            return f"docker's context is {host}, another machine, whose containers cannot share files with this one"
+    asked = engine.ask("version", "--format", what, limit_s=PROBE_S)
+    return f"{engine.kind} does not answer: {_last_line(asked.stderr)}" if asked.returncode else ""
 
 
 def find_engine(kind: str = "") -> Engine:
@@ -175,7 +186,7 @@ def _inspect(engine: Engine, reference: str) -> Image | None:
     return image
 
 
-class RunningContainer:
+class RunningContainer(Running):
     """A container that was started. `kill` it in any case, also after it has ended.
 
     It has the methods of a `RunningProgram`."""
@@ -193,6 +204,7 @@ class RunningContainer:
         arguments, variables = run_arguments(engine.kind, self._name, image, program, mounts)
         self._lifeline: socket.socket | None = None
         self._counters: MemoryCounters | None = None
+        self._known_pid = ""
         self._is_removed = False
         self._control = socket.socket(socket.AF_UNIX)
         self._control.bind(str(runtime / "control"))
@@ -227,19 +239,15 @@ class RunningContainer:
             os.close(descriptor)
 
     @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
-    def status(self) -> int | None:
-        """The exit status; None while it runs."""
-        return self._process.poll()
-
-    @property
     def memory_bytes(self) -> int:
         """Memory that the container uses, scratch files included; 0: not known."""
         counters = self._find_counters()
         return 0 if counters is None else counters.memory_bytes
+
+    @property
+    def scratch_is_full(self) -> bool:
+        """True if the container has no scratch space left. False if that is not known."""
+        return is_full_inside(self._first_pid())
 
     @property
     def problem(self) -> str:
@@ -253,9 +261,15 @@ class RunningContainer:
         return f"it ended with status {status}"
 
     def _find_counters(self) -> MemoryCounters | None:
-        if self._counters is None and (pid := self._state("Pid")).isdigit() and pid != "0":
+        if self._counters is None and (pid := self._first_pid()):
             self._counters = MemoryCounters.of_process(int(pid), ROOT)
         return self._counters
+
+    def _first_pid(self) -> str:
+        """The id, on this machine, of the container's first process; empty while the engine knows none."""
+        if not self._known_pid and (pid := self._state("Pid")).isdigit() and pid != "0":
+            self._known_pid = pid
+        return self._known_pid
 
     def _state(self, field: str) -> str:
         if self._is_removed:
@@ -268,14 +282,6 @@ class RunningContainer:
         """Ask it to end."""
         with contextlib.suppress(Unavailable):
             self._engine.ask("kill", "--signal", "TERM", self._name)
-
-    def wait(self, limit_s: float) -> bool:
-        """Wait for it to end. Returns False after `limit_s`."""
-        try:
-            self._process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            return False
-        return True
 
     def kill(self) -> None:
         """End and remove the container. Idempotent."""

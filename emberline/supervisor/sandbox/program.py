@@ -24,6 +24,8 @@ from emberline.supervisor.sandbox.enter import ARGUMENTS, FILE, FILTER, NOBODY, 
 from emberline.supervisor.sandbox.protections import Protections
 
 SCRATCH = "/tmp"  # where the program may write
+_IN_MEMORY = (SCRATCH, "/dev/shm")  # each with a bound of its own
+FULL_SHARE = 0.01  # of a scratch space that is left when it counts as full
 _ENTER = "emberline.supervisor.sandbox.enter"
 # Folders and files of the system that every program sees.
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
@@ -61,7 +63,30 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
     gpus: tuple[str, ...] = ()  # numbers of devices; nobody else may use them meanwhile
 
 
-class RunningProgram:
+class Running:
+    """A process that was started: of a program, or the engine's command of a container."""
+
+    _process: "subprocess.Popen[bytes]"
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def status(self) -> int | None:
+        """The exit status; None while it runs."""
+        return self._process.poll()
+
+    def wait(self, limit_s: float) -> bool:
+        """Wait for it to end. Returns False after `limit_s`."""
+        try:
+            self._process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+
+class RunningProgram(Running):
     """A program that was started. `kill` it in any case, also after it has ended."""
 
     def __init__(
@@ -73,24 +98,26 @@ class RunningProgram:
         self._memory_limit = memory_limit
 
     @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
     def descriptor(self) -> int:
         """A descriptor that becomes readable once the program has ended. Its caller closes it."""
         return os.pidfd_open(self._process.pid)
-
-    @property
-    def status(self) -> int | None:
-        """The exit status; None while it runs."""
-        return self._process.poll()
 
     @property
     def memory_bytes(self) -> int:
         """Memory that it uses, with all processes and scratch files; 0: not known."""
         counters = None if self._group is None else self._group.counters
         return 0 if counters is None else counters.memory_bytes
+
+    @property
+    def scratch_is_full(self) -> bool:
+        """True if the program has no scratch space left. False if that is not known."""
+        if self._scratch:
+            return _is_full(self._scratch)
+        try:  # bubblewrap itself is outside, and its child is inside
+            inside = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
+        except OSError:
+            return False
+        return any(is_full_inside(pid) for pid in inside)
 
     @property
     def problem(self) -> str:
@@ -107,14 +134,6 @@ class RunningProgram:
         """Ask it to end."""
         self._process.terminate()
 
-    def wait(self, limit_s: float) -> bool:
-        """Wait for it to end. Returns False after `limit_s`."""
-        try:
-            self._process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            return False
-        return True
-
     def kill(self) -> None:
         """End it and all that it has started. Idempotent."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -125,6 +144,19 @@ class RunningProgram:
             self._group = None
         if self._scratch:
             shutil.rmtree(self._scratch, ignore_errors=True)
+
+
+def is_full_inside(pid: str) -> bool:
+    """True if the process, which is in a sandbox, has no scratch space left. False if that is not known."""
+    return any(_is_full(f"/proc/{pid}/root{place}") for place in _IN_MEMORY)
+
+
+def _is_full(folder: str) -> bool:
+    try:
+        space = os.statvfs(folder)
+    except OSError:
+        return False
+    return space.f_bavail < FULL_SHARE * space.f_blocks
 
 
 class Sandbox:
@@ -236,7 +268,7 @@ def _bubblewrap_arguments(program: Program, is_root: bool) -> list[str]:
     for path, content in _FILES.items():
         arguments += ["--ro-bind-data", f"{FILE}{content}}}", path]
     arguments += ["--proc", "/proc", "--dev", "/dev"]
-    for path in (SCRATCH, "/dev/shm"):
+    for path in _IN_MEMORY:
         arguments += ["--perms", "1777", "--size", str(program.scratch_bytes), "--tmpfs", path]
     seen = [seen for _, seen in (*program.readable, *program.writable)]
     for parent in sorted({str(parent) for each in seen for parent in PurePosixPath(each).parents}, key=len):

@@ -206,6 +206,25 @@ def test_killing_a_program_ends_all_that_it_started(sandbox: Sandbox, place: Pat
     assert wait_until(lambda: not any(marker in _bytes(each) for each in Path("/proc").glob("[0-9]*/cmdline")))
 
 
+def test_scratch_space_that_is_full_is_seen(found: Protections, place: Path, tmp_path: Path) -> None:
+    if not found.bubblewrap:
+        pytest.skip(f"needs bubblewrap: {found.bubblewrap_problem}")
+    hostile = program(place / "program")
+    script = f"import time\nprint('up', flush=True)\ntime.sleep({LIMIT_S})"
+    fill = "try:\n    open('/tmp/large', 'wb').write(bytes(64 << 20))\nexcept OSError: pass"
+    for number, source in enumerate((script, f"{fill}\n{script}")):
+        (place / "program" / "escapes.py").write_text(source)
+        with (tmp_path / f"output-{number}").open("wb") as file:
+            running = Sandbox(found).start(hostile, file.fileno())
+        try:
+            while not (tmp_path / f"output-{number}").read_text():
+                assert running.status is None, running.problem
+                time.sleep(0.01)
+            assert running.scratch_is_full is bool(number)
+        finally:
+            running.kill()
+
+
 def wait_until(holds: Callable[[], bool]) -> bool:
     """Wait for a condition. Returns False after LIMIT_S."""
     end_s = time.monotonic() + LIMIT_S
