@@ -2,12 +2,11 @@
 
 import argparse
 import difflib
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from emberline.catalog.model_card import BUILT_IN, DEFAULT_MODEL, MODEL_ID
+from emberline.catalog.model_card import BUILT_IN, DEFAULT_MODEL
 from emberline.catalog.model_store import ModelStore
 from emberline.catalog.offers import names
 from emberline.cli import common
@@ -22,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "words",
         nargs="*",
         metavar="[MODEL] [PROMPT ...]",
-        help="a model (name, path or hf:org/repo; default: the server's) and a prompt; without one, stdin or a chat",
+        help="a model (name, path or hf:org/repo; default: the server's), a prompt in quotes, else stdin or a chat",
     )
     parser.add_argument("-s", "--system", help="system prompt")
     parser.add_argument(
@@ -56,22 +55,19 @@ def run(args: argparse.Namespace) -> int:
 
 
 def split_words(words: Sequence[str], names: Sequence[str], has_input: bool = False) -> tuple[str | None, str]:
-    """(model or None for the default, prompt). The first word is the model if it names one of `names`, a path or a
-    Hugging Face repository.
+    """(model or None for the default, prompt). The first word is the model: one of `names`, a path or a Hugging Face
+    repository.
 
-    Raises BadInput if the first word could be a model's name and is none. A prompt in quotes, or one that begins with a
-    word of prose, goes to the default model; so does a single word if text on stdin follows (`has_input`).
+    A prompt in quotes goes to the default model; so does a single word that resembles no model if text on stdin follows
+    (`has_input`). Raises BadInput for any other word that names no model.
     """
     if not words:
         return None, ""
     first, rest = words[0], words[1:]
     if first.lower().removesuffix(":latest") in names or first.startswith("hf:") or _is_model_path(first):
         return first, " ".join(rest)
-    if any(character.isspace() for character in first):
-        return None, " ".join(words)
     similar = difflib.get_close_matches(first.lower(), names, n=3)
-    is_prose = rest or (has_input and not similar)
-    if is_prose and not looks_like_model(first, names):
+    if any(character.isspace() for character in first) or (has_input and not rest and not similar):
         return None, " ".join(words)
     model = similar[0] if similar else _alias(DEFAULT_MODEL)
     hint = f"; did you mean {' or '.join(similar)}?" if similar else "."
@@ -79,25 +75,6 @@ def split_words(words: Sequence[str], names: Sequence[str], has_input: bool = Fa
         f"there is no model {first!r}{hint} `emberline ls` lists those on this machine, `emberline pull hf:org/repo` "
         f'adds one. To send it as a prompt: emberline run {model} "{" ".join(words)}"'
     )
-
-
-def looks_like_model(word: str, names: Sequence[str]) -> bool:
-    """True if a word of the command line could name a model: it has a version, a size or a tag, or a number after the
-    beginning of a name that is known."""
-    if re.fullmatch(f"(?=[@a-zA-Z])({MODEL_ID})", word) is None:
-        return False
-    if word.startswith("@") or _VERSION_SIZE_OR_TAG.search(word.lower()):
-        return True
-    numbered = _FAMILY.match(word.lower())
-    if numbered is None:
-        return False
-    families = {family[1] for name in names if (family := _FAMILY.match(name.rpartition("/")[2]))}
-    return bool(difflib.get_close_matches(numbered[1], families, n=1, cutoff=0.8))
-
-
-# "llama3.2", "gpt-4.1", "org/name-2"; "qwen-7b"; "mistral:latest".
-_VERSION_SIZE_OR_TAG = re.compile(r"[a-z][-_]?v?\d+\.\d|/.*\d|[-_:]\d+(\.\d+)?[bm](?![a-z0-9])|:(latest|.*\d)")
-_FAMILY = re.compile(r"([a-z]{3,})[-_]?\d")  # the letters before a name's first number
 
 
 def _model_names(home: Path, served: Sequence[str]) -> list[str]:

@@ -162,6 +162,12 @@ class Reasoning(msgspec.Struct, frozen=True, omit_defaults=True):
     enabled: bool | None = None
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     budget_tokens: int | None = None  # maximum reasoning tokens; then reasoning is ended
+    is_required: bool = False  # a model that does not reason refuses to; otherwise the reply tells of it
+
+    @property
+    def is_asked(self) -> bool:
+        """True if the request asks for reasoning, or says how much there should be."""
+        return bool(self.enabled or self.effort not in (None, "none") or self.budget_tokens)
 
 
 MAX_DRAFT_TOKENS = 15  # of a sequence in one step

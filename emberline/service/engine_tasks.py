@@ -43,6 +43,7 @@ class Prepared(NamedTuple):
     transport: Transport[Any]
     result: Callable[[], Any] = no_result  # called once, after the last output
     inter_token: Counts | None = None  # latencies, filled by the transport
+    ignores_reasoning: bool = False  # the request asks for reasoning, and its model does not reason
 
 
 class ChatFormat(NamedTuple):
@@ -51,6 +52,7 @@ class ChatFormat(NamedTuple):
     template: str = ""  # Jinja
     stops: tuple[str, ...] = ()  # texts that end a turn
     inserts: bool = False  # the model fills in the middle
+    reasons: bool = False  # the model reasons before it answers
 
 
 class EngineTasks:
@@ -92,6 +94,9 @@ class EngineTasks:
         self, request: GenerateRequest, target: Target, principal: Principal, clock: Clock, job: JobContext | None
     ) -> Prepared:
         served = await self._served.get(target.card)
+        ignores_reasoning = request.reasoning.is_asked and not served.text.reasons
+        if ignores_reasoning and request.reasoning.is_required:
+            raise Unsupported(f'"{request.model}" does not support thinking: leave `think` out', param="think")
         prepared = await self._preparer.prepare(request, principal, served, self._info(served), clock)
         inter_token = Histogram(INTER_TOKEN_BOUNDS_S)
         transport = EngineTransport(prepared, self._engines, inter_token, job, self._timings)
@@ -106,14 +111,14 @@ class EngineTasks:
             images=len(prepared.images),
         )
         if job is not None:  # no later request continues its conversation
-            return Prepared(route, transport, inter_token=inter_token.counts)
+            return Prepared(route, transport, inter_token=inter_token.counts, ignores_reasoning=ignores_reasoning)
 
         def finish() -> SequenceIds:
             replies = transport.replies
             self._preparer.remember(prepared, replies)
             return SequenceIds(prepared.prompt.ids, replies[0][1])
 
-        return Prepared(route, transport, finish, inter_token.counts)
+        return Prepared(route, transport, finish, inter_token.counts, ignores_reasoning)
 
     async def _encode(
         self, request: EncodeRequest, target: Target, principal: Principal, clock: Clock, job: JobContext | None
@@ -140,7 +145,8 @@ class EngineTasks:
             return ChatFormat()
         spelled = {token_id: token for token, token_id in text.tokenizer.added.items()}
         ends = [spelled[token_id] for token_id in self._info(served).eos_ids if token_id in spelled]
-        return ChatFormat(text.template.source, (*text.chat_stops, *ends), text.fill_in_middle is not None)
+        stops = (*text.chat_stops, *ends)
+        return ChatFormat(text.template.source, stops, text.fill_in_middle is not None, text.reasons)
 
     async def count_tokens(self, request: GenerateRequest, principal: Principal, target: Target) -> int:
         """Count the tokens of the prompt as `prepare` would build it. No engine is asked."""

@@ -179,7 +179,8 @@ class Pipeline:
             if attempt.id:
                 task = msgspec.structs.replace(task, id=attempt.id, model=card.id)
             target = work.target or self._models.target(card, work.principal, work.own_key)
-            route, transport, result, inter_token = await self._prepare(work, task, target, clock)
+            prepared = await self._prepare(work, task, target, clock)
+            route, transport, result, inter_token, work.ignores_reasoning = prepared
             is_counted = True
             if attempt.is_retry:
                 route = msgspec.structs.replace(route, is_retry=True)

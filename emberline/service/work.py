@@ -84,6 +84,7 @@ class Work:
     replay: Sequence[TextEvent] | None = None  # the events of a known answer: nothing is computed
     admitted_ns: int = 0  # monotonic, of the last attempt that was admitted; 0: none has counted for the limits yet
     rate_limits: RateLimits | None = None  # of the caller, once an attempt was admitted
+    ignores_reasoning: bool = False  # it asked for reasoning, and the model of the last attempt does not reason
     completed: Completed | None = None  # once the usage row is durable
     is_done: bool = False  # the terminal event was handed out
 

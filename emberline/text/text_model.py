@@ -73,6 +73,12 @@ class TextModel:
         model.template.model_name = name
         return model
 
+    @property
+    def reasons(self) -> bool:
+        """True if the model reasons before it answers."""
+        has_form = self.reasoning_format is not None or self.harmony is not None
+        return has_form or reasoning.EFFORT in self.template.variables
+
     @cached_property
     def longest_token_chars(self) -> int:
         """An upper bound of the characters of a token."""

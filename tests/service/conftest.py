@@ -72,7 +72,7 @@ def offer(text_model: TextModel, *engines: FakeEngine) -> Served:
         author="test",
         context_window=256,
         source=PathSource(""),
-        created_at="",
+        created_at="2026-11-19 00:00:00.000",
     )
     return Served(card, text_model, tuple(engine.endpoint for engine in engines))
 

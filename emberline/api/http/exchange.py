@@ -13,7 +13,7 @@ import msgspec
 from emberline.accounts.audit_log import Actor
 from emberline.api.http.errors import Dialect, FieldNames, HeaderList
 from emberline.api.http.rate_limit_headers import rate_limit_headers
-from emberline.api.http.unknown_fields import HEADER, unknown_field_log, warning
+from emberline.api.http.unknown_fields import HEADER, reasoning_warning, unknown_field_log, warning
 from emberline.api.http.wire import Wire
 from emberline.gateway.options import from_headers, merge
 from emberline.gateway.stage_chain import StageChain, open_chain
@@ -502,9 +502,15 @@ class HttpExchange:
             headers = [*headers, *rate_limit_headers(limits, self.dialect)]
         if self._gateway is not None:
             headers = [*headers, *self._gateway.headers()]
+        warnings: list[bytes] = []
         if unknown := self.unknown_form_fields if self.wire is None else self.wire.unknown:
-            unknown_field_log.add(self.route, unknown)
-            headers = [*headers, (HEADER.encode(), warning(unknown))]
+            warnings.append(warning(unknown))
+        if self.wire is not None and self.works and self.works[-1].ignores_reasoning:
+            warnings.append(reasoning_warning(self.wire.fields, self.works[-1].task.model))
+        for value in warnings:
+            unknown_field_log.add_warning(self.route, value)
+        if warnings:
+            headers = [*headers, (HEADER.encode(), b"; ".join(warnings))]
         await self.send({"type": "http.response.start", "status": status, "headers": headers})
 
 

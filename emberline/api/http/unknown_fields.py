@@ -1,4 +1,5 @@
-"""Fields of a body that its API does not know, at any depth: they are ignored, and a response header names them.
+"""Fields of a body without an effect: a response header names them. They are those that its API does not know, at any
+depth, and those that ask a model for reasoning which does not reason.
 
 A field that other servers know and that would change the answer is refused by name instead
 (`api/common/unsupported_fields.py`).
@@ -52,6 +53,11 @@ NO_EFFECT_NESTED = frozenset(
         *("num_gpu", "main_gpu", "num_batch", "num_thread", "num_keep", "use_mmap", "use_mlock", "low_vram", "f16_kv"),
         *("numa", "mirostat_tau", "mirostat_eta"),
     }
+)
+# Fields by which the APIs ask for reasoning, or limit it.
+REASONING_FIELDS = (
+    *("reasoning_effort", "thinking_token_budget", "thinking", "chat_template_kwargs"),
+    *("reasoning.effort", "reasoning.max_tokens", "reasoning.enabled", "output_config.effort"),
 )
 READ_AS = "read_as"  # key of a Meta's `extra`: the type that an endpoint converts a field's plain JSON to
 
@@ -195,6 +201,18 @@ def warning(unknown: Sequence[str]) -> bytes:
     return f"ignored unknown fields: {names}{f' and {more} more' if more > 0 else ''}".encode("ascii")
 
 
+def reasoning_warning(fields: Mapping[str, Raw], model: str) -> bytes:
+    """Value of the response header for a request that asks for reasoning, of a model that does not reason."""
+    names = ", ".join(f"`{path}`" for path in REASONING_FIELDS if _is_given(fields, path))
+    return f"no effect of {names}: {_printable(model)} does not reason".encode("ascii")
+
+
+def _is_given(fields: Mapping[str, Raw], path: str) -> bool:
+    name, _, inner = path.partition(".")
+    value = msgspec.json.decode(fields.get(name, b"null"))
+    return (value.get(inner) if inner and isinstance(value, dict) else value) is not None
+
+
 def _printable(name: str) -> str:
     """A client's name, as ASCII text that cannot end a header or a line of the log."""
     shown = name if len(name) <= _MAX_NAME_CHARS else name[:_MAX_NAME_CHARS] + "..."
@@ -211,8 +229,11 @@ class UnknownFieldLog:
 
     def add(self, path: str, unknown: Sequence[str]) -> None:
         """Log the unknown fields of a request to the route `path`, if it has any."""
-        if not unknown:
-            return
+        if unknown:
+            self.add_warning(path, warning(unknown))
+
+    def add_warning(self, path: str, value: bytes) -> None:
+        """Log a value of the response header."""
         left_out = 0
         if (now_s := self._clock()) >= self._end_s:
             left_out = max(0, self._n_lines - LOG_LINES)
@@ -221,7 +242,7 @@ class UnknownFieldLog:
         if self._n_lines > LOG_LINES:
             return
         extra = {"lines_left_out": left_out} if left_out else None
-        log.warning("a request to %s had %s", path, warning(unknown).decode(), extra=extra)
+        log.warning("a request to %s had %s", path, value.decode(), extra=extra)
 
 
 unknown_field_log = UnknownFieldLog()  # of this process

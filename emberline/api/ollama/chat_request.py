@@ -148,7 +148,7 @@ class TextRequest(ModelRequest, kw_only=True):
             "context_len": options.num_ctx or None,
             "truncate": self.truncate is not False,
             "output": self._output(),
-            "reasoning": Reasoning(enabled=None if self.think is None else bool(self.think), effort=effort),
+            "reasoning": Reasoning(None if self.think is None else bool(self.think), effort, is_required=True),
         }
 
     def _output(self) -> OutputFormat | None:

@@ -160,19 +160,20 @@ async def show(call: HttpExchange) -> Reply:
         "license": card.license,
         "details": ollama_details(card),
         "model_info": info,
-        "capabilities": [*_capabilities(card), *(["insert"] if format.inserts else [])],
+        "capabilities": [*_capabilities(card, format.reasons), *(["insert"] if format.inserts else [])],
         "modified_at": ollama_model(card)["modified_at"],
     }
     return json_reply(shown)
 
 
-def _capabilities(card: ModelCard) -> list[str]:
+def _capabilities(card: ModelCard, reasons: bool) -> list[str]:
     if card.task == TEXT_EMBEDDINGS:
         return ["embedding"]
     if card.task != TEXT_GENERATION:
         return []
     can = card.capabilities
-    return ["completion", "tools", *(["thinking"] if can.reasoning else []), *(["vision"] if can.vision else [])]
+    thinks = can.reasoning or reasons
+    return ["completion", "tools", *(["thinking"] if thinks else []), *(["vision"] if can.vision else [])]
 
 
 async def version(call: HttpExchange) -> Reply:
