@@ -12,7 +12,7 @@ from urllib.parse import parse_qs
 import httpx
 
 from tests.golden.events import merge_deltas, parse_events
-from tests.golden.server import ADMIN_KEY, PATIENCE_S, Stage
+from tests.golden.server import ADMIN_KEY, PATIENCE_S, SETTLE_S, Stage
 
 Json = Any
 Run = Callable[["Client"], Awaitable[None]]
@@ -21,7 +21,6 @@ Run = Callable[["Client"], Awaitable[None]]
 CONNECTION_HEADERS = frozenset({"date", "content-length", "host", "connection", "transfer-encoding", "accept-encoding"})
 IN_STEP_S = 0.5  # after which the engine computes its next step, which takes longer
 QUIET_PATHS = frozenset({"/health", "/metrics", "/api/ps", "/api/status"})  # the server does not log them
-SETTLE_S = 1.0  # without a change, after which a record is taken as it is
 LONGEST_TEXT = 2000  # characters of a recorded text; a longer one is cut
 
 
@@ -163,13 +162,16 @@ class Client:
         self._exchanges.append({name: value})
 
     async def settled(self, is_over: Callable[[Json], bool]) -> Json:
-        """The whole record, as soon as `is_over` accepts it or it has not changed for a while.
+        """The whole record, as soon as `is_over` accepts it or it has not changed for the stage's `settle_s`.
 
         The server answers a failed request before it has written the usage row and the log lines.
         """
         await self.logged()
         record, changed_s = self.record(), time.monotonic()
-        while not is_over(record) and time.monotonic() < changed_s + SETTLE_S:
+        while not is_over(record):
+            if time.monotonic() > changed_s + self.stage.settle_s:
+                self.stage.settle_s = SETTLE_S
+                break
             await asyncio.sleep(0.005)
             before, record = record, self.record()
             changed_s = changed_s if record == before else time.monotonic()

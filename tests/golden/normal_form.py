@@ -22,12 +22,14 @@ DURATIONS = frozenset(
 ESTIMATES = frozenset({"estimated_wait_s"})
 DIGESTS = frozenset({"head", "webhook-signature", "hint"})
 NAMED_IDS = frozenset({"session"})  # its digest, which is one of a random id where the client names none
+MARKED_LISTS = frozenset({"context"})  # token ids after a number that stands for the model's fingerprint
 # Ids are random: UUIDs with or without hyphens; those of keys, calls, files and other objects; budget leases;
-# and, alone in a value, digests of the admin key and of the cluster.
+# and, alone in a value, digests of the admin key, of the cluster and of a model's fingerprint, which a model store has
+# from the release that fetched the model.
 ID = re.compile(
     r"(?<![0-9A-Za-z])(?:[0-9a-f]{8}-?[0-9a-f]{4}-?[0-9a-f]{4}-?[0-9a-f]{4}-?[0-9a-f]{12}"
     r"|(?<=key_)[0-9a-f]{16}|(?<=[a-z][_-])[0-9a-f]{24,40}|[0-9a-f]{16}(?=\.\d+$))(?![0-9A-Za-z])"
-    r"|^(?:[0-9a-f]{12}|[0-9a-f]{16})$"
+    r"|^(?:[0-9a-f]{12}|[0-9a-f]{16}|[0-9a-f]{64})$"
 )
 PATTERNS = (
     (re.compile(r"127\.0\.0\.1:\d+"), "127.0.0.1:<port>"),
@@ -51,6 +53,8 @@ class Normaliser:
     def __call__(self, value: Json, name: str = "") -> Json:
         if isinstance(value, dict):
             return {self._text(key): self(item, key) for key, item in value.items()}
+        if name in MARKED_LISTS and isinstance(value, list) and value:
+            return [self._placeholder(str(value[0])), *value[1:]]
         if isinstance(value, list | tuple):
             return [self(item, name) for item in value]
         return self._named(value, name)

@@ -28,11 +28,15 @@ from emberline.text.text_model import TextModel
 from standins.openai_script import ServerScript, StandinPrefixCache
 from standins.standin_openai import HttpConnection, HttpRequest, StandinServer
 from standins.standin_providers import ProviderScript, StandinAnthropic, StandinGemini, StandinOpenAI
+from tests.golden import files
 
 T = TypeVar("T")
 Standin = StandinServer | StandinAnthropic | StandinGemini | StandinOpenAI
 ADMIN_KEY = "sk-admin-0123456789abcdef"
 PATIENCE_S = 60.0
+# A record that has not changed for SETTLE_S is taken as it is. A busy machine may write a row later: the first record
+# that is not as expected gets FIRST_SETTLE_S.
+SETTLE_S, FIRST_SETTLE_S = 1.0, 20.0
 USAGE_ORDER = "model, status, input_tokens, output_tokens, created_us"  # jobs of a batch run in any order
 
 # Upstream OpenAI-compatible servers by name. Each serves one model of its own, so that a fault (and the circuit
@@ -233,6 +237,7 @@ class Stage:
         self.background = background
         self.standins = standins
         self.token_ids = token_ids  # of a text, for the stand-in engine to say
+        self.settle_s = SETTLE_S if files.is_writing() else FIRST_SETTLE_S  # for the next record
         self._store = home / "emberline.db"
 
     def reset(self) -> None:
