@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, field
 
 from emberline.balancer.ledger import PROGRESS_UNIT, InFlightLoad, InFlightRequest
-from emberline.protocol.frames import EngineLoad
+from emberline.protocol.frames import MAX_PROBLEM_CHARS, EngineLoad
 
 SETTLE_S = 0.05  # a dispatched request may take so long to appear in the worker's reports
 STALE_S = 5.0  # after which a report says nothing about other cores any more
@@ -119,6 +119,8 @@ def implausible(load: EngineLoad) -> str:
         return "its utilisation is not between 0 and 1"
     if not 0 <= load.busy_s < math.inf:
         return "the time it has computed is not a number of seconds"
+    if len(load.problem) > MAX_PROBLEM_CHARS:
+        return "its problem is too long a text"
     return ""
 
 

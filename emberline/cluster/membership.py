@@ -377,6 +377,11 @@ class Membership:
         self._connections.models.offer(models)
         self._tell()
 
+    def reported_problem(self, model: str) -> str:
+        """The latest failure that a worker of the model reports; empty if none does."""
+        engines = self._connections.engines_of(model)
+        return next((engine.load.problem for engine in engines if engine.load.problem), "")
+
     def show_states(self, states: Mapping[str, str], problems: Mapping[str, str]) -> None:
         if states != self.members.states or problems != self.members.problems:
             self.members.states = self._connections.models.states = dict(states)

@@ -25,7 +25,7 @@ from emberline.protocol.errors import (
     TooLarge,
     Unavailable,
 )
-from emberline.protocol.prediction import MAX_LOG_CHARS, MAX_OUTPUT_BYTES, Manifest, Prediction
+from emberline.protocol.prediction import MAX_LOG_CHARS, MAX_OUTPUT_BYTES, Manifest, Prediction, check_output
 from emberline.supervisor.sandbox import containers
 from emberline.supervisor.sandbox.containers import RunningContainer
 from emberline.supervisor.sandbox.program import SCRATCH, Program, RunningProgram, Sandbox
@@ -282,16 +282,28 @@ class CogServer:
         for event, data in _events(_bounded_lines(response, end_s)):
             if event == "output":
                 fields = _event_decoder.decode(data)
-                on_output(bytes(fields.get("chunk") or fields.get("output") or b"null"))
+                output = bytes(fields.get("chunk") or fields.get("output") or b"null")
+                check_output(output, self._manifest.output.get("items") or {})
+                on_output(output)
             elif event == "completed":
                 return _reply_decoder.decode(data)
         raise http.client.IncompleteRead(b"")
 
     def _finished(self, reply: _Reply) -> Prediction:
-        logs = self._hidden(reply.logs or "")[-MAX_LOG_CHARS:]
+        printed = reply.logs or ""
+        logs, warnings = self._hidden(printed), []
+        if any(secret in printed for secret in self._secrets):
+            warnings.append("the predictor printed a secret that it was granted, which is hidden")
+        if len(logs) > MAX_LOG_CHARS:
+            limit = f"{MAX_LOG_CHARS >> 10} KiB"
+            warnings.append(f"the predictor printed more than {limit} in one prediction, of which the end is kept")
+            logs = logs[-MAX_LOG_CHARS:]
+        warning = "; ".join(warnings)
+        logs = f"{warning}\n{logs}" if warning else logs
         self.log.add(logs)
         if reply.status == "succeeded":
-            return Prediction(output=reply.output, logs=logs, metrics=reply.metrics or {})
+            check_output(bytes(reply.output), self._manifest.output)
+            return Prediction(output=reply.output, logs=logs, metrics=reply.metrics or {}, warning=warning)
         if reply.status == "canceled":
             raise Cancelled("the prediction was cancelled")
         message = self._hidden(reply.error or "the predictor gave no reason")[:2000]

@@ -19,6 +19,7 @@ from emberline.engine.encoders.request_loop import RequestLoop, deadline_s
 from emberline.predictor.cog_server import CogServer, PredictorCrashed
 from emberline.protocol.errors import (
     BadInput,
+    Cancelled,
     DeadlineExceeded,
     EmberlineError,
     Internal,
@@ -27,7 +28,7 @@ from emberline.protocol.errors import (
     Unavailable,
 )
 from emberline.protocol.events import TokenDelta, Usage
-from emberline.protocol.frames import EngineLoad
+from emberline.protocol.frames import MAX_PROBLEM_CHARS, EngineLoad
 from emberline.protocol.prediction import MAX_INPUT_BYTES, Manifest, Prediction, PredictParams
 from emberline.protocol.request import EngineRequest
 
@@ -38,6 +39,8 @@ LATE_S = 5.0  # for a thread to see that its prediction's time is over; then the
 EXPECTED_S = 1.0  # of a prediction, until one has ended
 MEAN_SHARE = 0.2  # of the latest prediction in the mean of their seconds
 CANCEL_S = 10.0  # for a prediction to end once it was cancelled; then the server is killed
+# The model's card shows the latest failure as long as one of the last OF_LAST predictions failed.
+OF_LAST = 20
 
 _log = logging.getLogger(__name__)
 
@@ -86,6 +89,7 @@ class PredictionLoop(RequestLoop[_Waiting]):
         self._full = ""  # why the server starts again once no prediction runs; empty: it need not
         self._cancelled: dict[str, float] = {}  # predictions that clients have given up, and since when
         self._mean_s = 0.0  # of a prediction, the latest ones counting most; 0: none has ended
+        self._problems: deque[str] = deque(maxlen=OF_LAST)  # of the last predictions, one each; empty: it did well
         self._lock = threading.Lock()
         self.wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
@@ -136,7 +140,9 @@ class PredictionLoop(RequestLoop[_Waiting]):
         """The worker's load. A prediction counts as one prompt token, so that the planner scales predictors by their
         queue and slots: the rate is of as many predictions at once as there are slots."""
         rate = self._manifest.slots / (self._mean_s or EXPECTED_S)
-        return msgspec.structs.replace(super().load, prefill_rate=round(rate, 6))
+        with self._lock:
+            problem = next(filter(None, reversed(self._problems)), "")
+        return msgspec.structs.replace(super().load, prefill_rate=round(rate, 6), problem=problem)
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
@@ -159,6 +165,7 @@ class PredictionLoop(RequestLoop[_Waiting]):
             # A server that sends just enough keeps the thread beyond its own limit.
             if item.running and not item.is_over and now_s > item.began_s + limit_s:
                 item.deadline_s = item.began_s + limit_s
+                self._note(item, f"the prediction did not end within {self._manifest.resources.predict_s:g} s")
             if item.deadline_s is not None and now_s > item.deadline_s:
                 self._give_up(item)
         deltas = self._fail_late(now_s)
@@ -208,6 +215,7 @@ class PredictionLoop(RequestLoop[_Waiting]):
             item.ended_s = time.monotonic()
             took_s = item.ended_s - item.began_s
             self._mean_s = took_s if not self._mean_s else self._mean_s + MEAN_SHARE * (took_s - self._mean_s)
+            self._ended(prediction.warning)
             values = msgspec.json.encode(prediction)
             delta = TokenDelta(request.id, finish="stop", usage=item.usage(), values=values)
         except EmberlineError as error:
@@ -216,7 +224,7 @@ class PredictionLoop(RequestLoop[_Waiting]):
                 self._crash = error.message
             elif self._server.scratch_is_full:  # files of earlier predictions stay there
                 self._full = f"{error.message}; its scratch space is full, and is emptied"
-            self._server.log.add(f"prediction {request.id} failed: {error.message}")
+            self._note(item, error.message, is_own=not isinstance(error, BadInput | Cancelled | Overloaded))
             delta = TokenDelta(request.id, finish="error", usage=item.partial_usage(), error=error.info())
         except Exception:
             _log.exception("a prediction failed", extra={"request_id": request.id})
@@ -251,6 +259,17 @@ class PredictionLoop(RequestLoop[_Waiting]):
                     raise
                 time.sleep(POLL_S)
                 item.began_s = time.monotonic()  # a wait is not computing
+
+    def _note(self, item: _Waiting, problem: str, *, is_own: bool = True) -> None:
+        """Record why a prediction failed: in the predictor's log and, if the fault is its own, for the model's card."""
+        self._server.log.add(f"prediction {item.request.id} failed: {problem}")
+        if is_own:
+            self._ended(problem)
+
+    def _ended(self, problem: str) -> None:
+        """Count a prediction that has ended. `problem` is empty if the predictor did well."""
+        with self._lock:
+            self._problems.append(problem[:MAX_PROBLEM_CHARS])
 
     def _frees_slot(self, name: str) -> bool:
         """Cancel a prediction whose time is over. Returns False if it goes on nevertheless."""

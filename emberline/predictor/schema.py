@@ -215,7 +215,7 @@ class _Reader:
             kind = {str: "string", int: "integer", bool: "boolean"}.get(kinds.pop()) if len(kinds) == 1 else None
             return {"enum": values} | ({"type": kind} if kind else {})
         if outer in ("list", "List", "Sequence", "set", "Set", "tuple", "Tuple"):
-            return {"type": "array", "items": self._type(inner[0], name)}
+            return {"type": "array"} | self._items(inner, name)
         if outer in ("dict", "Dict", "Mapping"):
             return {"type": "object"}
         if outer in _ITERATORS:
@@ -229,6 +229,11 @@ class _Reader:
                 "x-cog-array-display": "concatenate",
             }
         raise Unsupported(f"{self._reference}: the type {outer}[…] of `{name}` has no schema here")
+
+    def _items(self, inner: list[ast.expr], name: str) -> Schema:
+        """The type of the elements; empty if a tuple has several."""
+        types = [self._type(each, name) for each in inner if not (isinstance(each, ast.Constant) and each.value is ...)]
+        return {"items": types[0]} if types and all(each == types[0] for each in types) else {}
 
     def _union(self, members: list[ast.expr], name: str) -> Schema:
         flat: list[ast.expr] = []

@@ -121,6 +121,9 @@ class DeviceUse(msgspec.Struct, frozen=True, array_like=True):
     power_limit_w: float | None = None
 
 
+MAX_PROBLEM_CHARS = 500
+
+
 class EngineLoad(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The load report of an engine, part of every Step. Totals count from the engine's start."""
 
@@ -156,6 +159,7 @@ class EngineLoad(msgspec.Struct, kw_only=True, omit_defaults=True):
     device: DeviceUse | None = None  # None: unknown
     image_tiles_encoded: int = 0  # total of prompts
     image_tiles_reused: int = 0  # total whose rows or KV were cached
+    problem: str = ""  # the latest failure of a predictor, if one of its last predictions failed
 
 
 class Hello(msgspec.Struct, tag="hello"):

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from emberline.protocol.errors import BadInput
+from emberline.protocol.errors import BadInput, PredictionFailed
 
 MAX_INPUT_BYTES = 32 << 20
 MAX_OUTPUT_BYTES = 48 << 20
@@ -34,6 +34,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     output: msgspec.Raw = msgspec.Raw(b"null")
     logs: str = ""  # that the predictor printed meanwhile
     metrics: dict[str, Any] = {}  # of the predictor's own, and `predict_time` in seconds
+    warning: str = ""  # what the predictor did that it should not, although the prediction succeeded
 
 
 class Resources(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -205,3 +206,44 @@ def _check(name: str, value: Any, field: Schema) -> None:
     if isinstance(value, list) and (item := field.get("items")):
         for each in value:
             _check(name, each, item)
+
+
+def check_output(output: bytes, schema: Schema) -> None:
+    """Raise PredictionFailed, which names the part, unless the output is what the schema says. Takes linear time."""
+    if is_file(schema) and output.startswith(b'"data:'):
+        return  # a large file is not decoded
+    try:
+        problem = _mismatch("output", msgspec.json.decode(output), schema)
+    except (msgspec.MsgspecError, RecursionError):
+        problem = "the output is no JSON, or is nested too deeply"
+    if problem:
+        raise PredictionFailed(f"the predictor's output is not what its schema says: {problem}")
+
+
+def _mismatch(name: str, value: Any, schema: Schema) -> str:
+    """Why the value is not what the schema says; empty if it is. Keywords that are not known allow everything."""
+    if value is None and schema.get("nullable"):
+        return ""
+    if is_file(schema):
+        if isinstance(value, str) and value.startswith(FILE_SCHEMES):
+            return ""
+        return f"`{name}` is no file: the path names none, or one outside of the predictor's folders"
+    if isinstance(choices := schema.get("anyOf"), list):
+        fits = any(not _mismatch(name, value, choice) for choice in choices)
+        return "" if fits else f"`{name}` has none of its types"
+    if choices := schema.get("enum"):
+        return "" if value in choices else f"`{name}` must be one of {', '.join(map(str, choices))[:500]}"
+    kind = str(schema.get("type", ""))
+    is_bool = isinstance(value, bool) and kind in ("integer", "number")
+    if kind in _TYPES and (not isinstance(value, _TYPES[kind]) or is_bool):
+        return f"`{name}` must be of type {kind}"
+    parts: Iterator[tuple[str, Any, Schema]] = iter(())
+    if isinstance(value, dict) and isinstance(fields := schema.get("properties"), dict):
+        required = schema.get("required", ())
+        if missing := [each for each in required if each not in value]:
+            return f"`{name}.{missing[0]}` is missing"
+        given = ((key, value[key]) for key in fields if key in value)
+        parts = ((f"{name}.{key}", each, fields[key]) for key, each in given if each is not None or key in required)
+    elif isinstance(value, list) and isinstance(item := schema.get("items"), dict):
+        parts = ((name, each, item) for each in value)
+    return next(filter(None, (_mismatch(*part) for part in parts)), "")

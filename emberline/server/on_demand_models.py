@@ -75,7 +75,7 @@ class OnDemandModels:
         assert core.membership is not None
         self._config = config
         self._store = ModelStore(config.home)
-        self._membership = core.membership
+        self._membership = membership = core.membership
         self._named = {entry.card.id: entry for entry in named}
         self._pinned = frozenset(pinned)
         self._elsewhere, self._scan_s = elsewhere, scan_s
@@ -102,7 +102,7 @@ class OnDemandModels:
             core.admission,
             core.grants,
             self._check,
-            workers.problem,
+            lambda model: membership.reported_problem(model) or workers.problem(model),
         )
         core.models = self._manager
         core.register(self._manager.metrics)

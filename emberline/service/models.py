@@ -29,7 +29,7 @@ class ModelLookup(Protocol):
 
     def state(self, model_id: str) -> str: ...
 
-    def problem(self, model_id: str) -> str: ...
+    def problem(self, card: ModelCard, principal: Principal) -> str: ...
 
     @property
     def aliases(self) -> AliasTable:
@@ -102,9 +102,11 @@ class Models:
         on_upstream = self._served.card(model_id) is None and self.upstream.find(model_id, None) is not None
         return self._served.states.get(model_id) or ("provider" if on_upstream else "")
 
-    def problem(self, model_id: str) -> str:
-        """Why a model could not be loaded, or its worker ended; empty if nothing is known to be wrong."""
-        return self._served.problems.get(model_id, "")
+    def problem(self, card: ModelCard, principal: Principal) -> str:
+        """Why a model could not be loaded, its worker ended or its predictions fail; empty if nothing is known to be
+        wrong. A predictor's own words, which can repeat an input, are for operators alone."""
+        problem = self._served.problems.get(card.id, "")
+        return problem if card.predictor is None or principal.is_admin else problem.partition(": ")[0]
 
     def is_alias(self, name: str) -> bool:
         """True if the name is an alias, so that the model which it stands for may depend on the caller."""

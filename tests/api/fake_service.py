@@ -183,7 +183,7 @@ class FakeModels:
     def state(self, model_id: str) -> str:
         return "loaded" if model_id == MODEL else ""
 
-    def problem(self, model_id: str) -> str:
+    def problem(self, card: ModelCard, principal: Principal) -> str:
         return ""
 
 

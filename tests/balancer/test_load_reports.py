@@ -91,6 +91,7 @@ def test_reports_of_no_work_are_rejected_while_prompts_are_pending() -> None:
         EngineLoad(running=1, running_batch=2),
         EngineLoad(waiting=1, waiting_batch=2),
         EngineLoad(running_batch=-1),
+        EngineLoad(problem="x" * 501),
     ],
 )
 def test_implausible_reports_are_rejected_and_counted(lie: EngineLoad) -> None:

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from emberline.predictor.cog_server import CogServer, PredictorCrashed
-from emberline.predictor.prediction_loop import CANCEL_S, LATE_S, PredictionLoop
-from emberline.protocol.errors import DeadlineExceeded, PredictionFailed
+from emberline.predictor.prediction_loop import CANCEL_S, LATE_S, OF_LAST, PredictionLoop
+from emberline.protocol.errors import BadInput, Cancelled, DeadlineExceeded, EmberlineError, PredictionFailed, TooLarge
+from emberline.protocol.frames import MAX_PROBLEM_CHARS
 from emberline.protocol.prediction import Manifest, Prediction, PredictParams
 from emberline.protocol.request import EngineRequest, SamplingParams
 from emberline.supervisor.sandbox.protections import find_protections
@@ -32,6 +33,12 @@ class HeldServer:
         self.begun: list[str] = []
         self.cancelled: list[str] = []
         self.may_end = threading.Event()
+        self.log = self
+        self.logged: list[str] = []
+
+    def add(self, text: str) -> None:
+        """Log a line."""
+        self.logged.append(text)
 
     def predict(
         self, name: str, given: bytes, limit_s: float, on_output: Any, context: bytes, on_sent: Callable[[], None]
@@ -93,6 +100,8 @@ def test_the_limit_of_time_ends_a_prediction_whose_server_dribbles(held: Any) ->
     deltas = loop.step(late_s)
     assert [(delta.id, delta.error.kind) for delta in deltas if delta.error] == [("slow", DeadlineExceeded.kind)]
     until(lambda: server.cancelled == ["slow"])
+    assert loop.load.problem == "the prediction did not end within 600 s"
+    assert server.logged == ["prediction slow failed: the prediction did not end within 600 s"]
     loop.step(late_s + CANCEL_S + 1)
     assert set(crashes) == {"a prediction that was cancelled goes on"}
 
@@ -117,15 +126,16 @@ class FailingServer(HeldServer):
 
     def __init__(self) -> None:
         super().__init__()
-        self.log = self
-
-    def add(self, text: str) -> None:
-        """Log nothing."""
+        self.outcome: Prediction | EmberlineError = PredictionFailed(
+            f"the predictor failed: {os.strerror(errno.ENOSPC)}"
+        )
 
     def predict(
         self, name: str, given: bytes, limit_s: float, on_output: Any, context: bytes, on_sent: Callable[[], None]
     ) -> Prediction:
-        raise PredictionFailed(f"the predictor failed: {os.strerror(errno.ENOSPC)}")
+        if isinstance(self.outcome, Prediction):
+            return self.outcome
+        raise self.outcome
 
 
 def test_a_predictor_starts_again_if_its_scratch_space_is_full_and_not_if_it_says_so() -> None:
@@ -138,6 +148,45 @@ def test_a_predictor_starts_again_if_its_scratch_space_is_full_and_not_if_it_say
             until(lambda: any(delta.finish == "error" for delta in loop.step(time.monotonic())))
             loop.step(time.monotonic())
             assert bool(crashes) is is_full
+    finally:
+        loop.close()
+
+
+@pytest.mark.parametrize(
+    ("outcome", "shown"),
+    [
+        (PredictionFailed("the predictor failed: no"), "the predictor failed: no"),
+        (DeadlineExceeded("did not end within 3 s"), "did not end within 3 s"),
+        (TooLarge("the output is too large"), "the output is too large"),
+        (Prediction(warning="it printed a secret"), "it printed a secret"),
+        (PredictionFailed("x" * 10_000), "x" * MAX_PROBLEM_CHARS),
+        (Prediction(), ""),
+        (BadInput("the predictor refuses this input: n is too large"), ""),
+        (Cancelled("the prediction was cancelled"), ""),
+    ],
+)
+def test_the_load_report_has_the_latest_problem_among_the_last_predictions(
+    outcome: Prediction | EmberlineError, shown: str
+) -> None:
+    server = FailingServer()
+    loop = PredictionLoop(MANIFEST, server, lambda why: None)  # type: ignore[arg-type]
+
+    def predict(name: str) -> None:
+        loop.submit(request(name), time.monotonic())
+        until(lambda: any(delta.id == name and delta.finish for delta in loop.step(time.monotonic())))
+
+    try:
+        server.outcome = outcome
+        predict("first")
+        assert loop.load.problem == shown
+        if isinstance(outcome, EmberlineError):
+            assert server.logged == [f"prediction first failed: {outcome.message}"]
+        server.outcome = Prediction()
+        for number in range(OF_LAST - 1):
+            predict(f"well-{number}")
+        assert loop.load.problem == shown
+        predict("last")
+        assert loop.load.problem == ""
     finally:
         loop.close()
 

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emberline.predictor.schema import Signature, openapi, read_signature
-from emberline.protocol.errors import BadInput, Unsupported
-from emberline.protocol.prediction import check_input
+from emberline.protocol.errors import BadInput, PredictionFailed, Unsupported
+from emberline.protocol.prediction import check_input, check_output
 
 HEAD = "from cog import *\nimport cog\nfrom typing import *\nSIZES = [1, 2]\nNAMES = {'a': 1, 'b': 2}\n"
 
@@ -143,3 +143,52 @@ def test_checking_takes_linear_time() -> None:
     began = time.process_time()
     check_input({"a": list(range(200_000))}, schema)
     assert time.process_time() - began < 5
+
+
+OUT = "class Out(BaseModel):\n    a: int\n    b: list[Path]\n    c: Optional[str]\n    d: str = None"
+
+
+@pytest.mark.parametrize(
+    ("returns", "output"),
+    [
+        ("str", b'"x"'),
+        ("float", b"1"),
+        ("Path", b'"data:image/png;base64,AA=="'),
+        ("Optional[Path]", b"null"),
+        ("Any", b'{"a": [1]}'),
+        ("Union[str, int]", b"3"),
+        ("dict", b"{}"),
+        ("tuple[int, str]", b'[1, "x"]'),
+        ("tuple[int, ...]", b"[1, 2]"),
+        ("ConcatenateIterator[str]", b'["a", "b"]'),
+        ("Out", b'{"a": 1, "b": [], "c": null, "d": null, "e": 1}'),
+        ("None", b"null"),
+    ],
+)
+def test_outputs_that_are_what_the_schema_says(returns: str, output: bytes) -> None:
+    check_output(output, signature("", returns, head=OUT).output)
+
+
+@pytest.mark.parametrize(
+    ("returns", "output", "problem"),
+    [
+        ("str", b"1", "`output` must be of type string"),
+        ("str", b"null", "`output` must be of type string"),
+        ("int", b"true", "`output` must be of type integer"),
+        ("int", b"1.5", "`output` must be of type integer"),
+        ("Path", b"null", "`output` is no file"),
+        ("Path", b'"/etc/passwd"', "`output` is no file"),
+        ("Literal['x', 'y']", b'"z"', "`output` must be one of x, y"),
+        ("Union[str, int]", b"[]", "`output` has none of its types"),
+        ("tuple[int, ...]", b'[1, "x"]', "`output` must be of type integer"),
+        ("list[str]", b'["a", 1]', "`output` must be of type string"),
+        ("Out", b'{"b": [], "c": ""}', "`output.a` is missing"),
+        ("Out", b'{"a": null, "b": [], "c": ""}', "`output.a` must be of type integer"),
+        ("Out", b'{"a": 1, "b": ["/src/x"], "c": ""}', "`output.b` is no file"),
+        ("Any", b"[" * 100_000, "nested too deeply"),
+        ("str", b"", "no JSON"),
+    ],
+)
+def test_outputs_that_are_not_what_the_schema_says(returns: str, output: bytes, problem: str) -> None:
+    with pytest.raises(PredictionFailed, match=problem):
+        check_output(output, signature("", returns, head=OUT).output)

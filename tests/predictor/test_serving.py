@@ -4,7 +4,6 @@ import asyncio
 import base64
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -37,6 +36,7 @@ pytestmark = [
 LIMIT_S = 300.0
 RESOURCES = Resources(memory_bytes=512 << 20, scratch_bytes=64 << 20, cpus=2.0, setup_s=60.0, predict_s=20.0)
 TIMINGS = Timings(model_scan_s=0.05)
+PIXEL = "data:text/plain;base64,eA=="
 
 
 class Serving:
@@ -91,11 +91,13 @@ async def serving(
         await asyncio.wait([running, ready], timeout=LIMIT_S, return_when=asyncio.FIRST_COMPLETED)
         assert ready.done(), running
         server = Serving(ready.result(), versions, store)
-        yield server
-        await server.http.aclose()
-        await server.root.aclose()
-        stop.set()
-        await asyncio.wait_for(running, 60)
+        try:
+            yield server
+        finally:
+            await server.http.aclose()
+            await server.root.aclose()
+            stop.set()
+            await asyncio.wait_for(running, 60)
 
 
 def push(versions: PredictorVersions, tmp_path: Path, name: str, project: str, config: str = "", **more: Any) -> None:
@@ -186,44 +188,6 @@ async def test_prices_by_second_and_prediction(versions: PredictorVersions, tmp_
         (row,) = (await server.root.get("/api/usage")).json()["data"]
         assert row["predictions"] == 1
         assert float(row["cost"]) == pytest.approx(0.25 + 0.5 * float(row["compute_seconds"]))
-
-
-@pytest.mark.parametrize(
-    ("act", "message"),
-    [
-        ("crash", "the predictor crashed"),
-        ("leak", "more than its 512 MiB of memory|the predictor crashed"),
-        ("hang", "did not end within 20 s"),
-        ("fork", "after a while"),
-        ("fill", "No space left on device|File too large"),
-        ("outside", "No such file or directory|Permission denied"),
-        ("lie", "the predictor failed|JSON"),
-    ],
-)
-async def test_a_predictor_that_misbehaves_costs_its_own_request(
-    act: str, message: str, versions: PredictorVersions, tmp_path: Path
-) -> None:
-    push(versions, tmp_path, "bad", "features")
-    push(versions, tmp_path, "good", "picture")
-    data = "data:text/plain;base64," + base64.b64encode(b"x").decode()
-    async with serving(versions, tmp_path, ["bad", "good"]) as server:
-        failing = asyncio.create_task(server.run("bad", act=act))
-        assert (await server.run("good", image=data)).status_code == 200
-        failed = await failing
-        assert re.search(message, failed.text), failed.text
-        assert failed.status_code == {"fork": 200, "hang": 408}.get(act, 500), failed.text
-        if act != "fork":
-            log = (tmp_path / "home" / "predictors" / "bad" / "v1" / "logs" / "log").read_text()
-            assert re.search(rf"prediction \S+ failed: .*({message})", log), log
-        if act in ("crash", "leak", "fill"):
-            await until(lambda: server.problem("bad"))
-            assert re.search(message, await server.problem("bad"))
-
-        async def answers() -> bool:
-            answer = await server.run("bad", text="again")
-            return answer.status_code == 200
-
-        await until(answers)
 
 
 RULES = """[[gateways]]

@@ -2,10 +2,11 @@
 
 from collections import Counter
 
+import msgspec
 import pytest
 
 from emberline.catalog.aliases import Aliases, configured_table
-from emberline.catalog.model_card import ModelCard, PathSource
+from emberline.catalog.model_card import CogSource, ModelCard, PathSource
 from emberline.catalog.model_files import ModelFiles
 from emberline.cluster.served_models import ServedModels
 from emberline.config import ProviderConfig
@@ -31,6 +32,17 @@ def models_of(**aliases: dict[str, int]) -> Models:
     served = ServedModels()
     served.offer([ModelFiles(card(OLD), "/old"), ModelFiles(card(NEW), "/new")])
     return Models(served, UpstreamModels(()), Aliases(configured_table(aliases)))
+
+
+def test_the_words_of_a_predictor_are_shown_to_operators_alone() -> None:
+    served, own = ServedModels(), card("@me/own")
+    models = Models(served, UpstreamModels(()), Aliases(configured_table({})))
+    predictor = msgspec.structs.replace(own, source=CogSource(version=1, digest="", input={}, output={}))
+    served.problems = {own.id: "the predictor failed: cannot read 'a secret of a client'"}
+    assert models.problem(predictor, Principal("op", role="admin")) == served.problems[own.id]
+    assert models.problem(predictor, ANYONE) == "the predictor failed"
+    assert models.problem(own, ANYONE) == served.problems[own.id], "an engine's words have no input"
+    assert models.problem(card(OLD), ANYONE) == ""
 
 
 def test_names() -> None:

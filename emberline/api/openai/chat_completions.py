@@ -71,11 +71,12 @@ async def completions(call: HttpExchange) -> Response:
 
 async def list_models(call: HttpExchange) -> Reply:
     models, names = call.service.models, listed_names(call.models())
-    rows = [openai_model(card, models.state(card.id), name, models.problem(card.id)) for name, card in names]
+    caller = call.principal
+    rows = [openai_model(card, models.state(card.id), name, models.problem(card, caller)) for name, card in names]
     return list_reply(rows, has_more=False)
 
 
 async def get_model(call: HttpExchange) -> Reply:
     models = call.service.models
     card = models.find(call.path_param, call.principal.account)
-    return json_reply(openai_model(card, models.state(card.id), problem=models.problem(card.id)))
+    return json_reply(openai_model(card, models.state(card.id), problem=models.problem(card, call.principal)))

@@ -85,10 +85,9 @@ async def models(call: HttpExchange) -> Reply:
     cards = [card for card in call.models() if not (hides_beta and card.capabilities.beta)]
     found = [card for card in cards if _matches(card, call.query)]
     if "format" not in call.query:
-        models = call.service.models
-        return paged_reply(
-            call, [cloudflare_model(card, models.state(card.id), models.problem(card.id)) for card in found]
-        )
+        models, caller = call.service.models, call.principal
+        shown = [cloudflare_model(card, models.state(card.id), models.problem(card, caller)) for card in found]
+        return paged_reply(call, shown)
     call.enum_param("format", ("openrouter",), "openrouter")
     rows = _page(call, [openrouter_model(card) for card in found])
     return json_reply(envelope(rows, data=rows))
