@@ -226,9 +226,15 @@ def play(path, text, setting, kv_bytes, temperature):
     if (speculation := loop.scheduler.speculation) is not None:
         speculation.__class__ = Steady  # on a busy machine it may not pay
     replies = {}
+
+    def step():
+        for delta in loop.step(0.0):
+            assert delta.error is None
+            replies[delta.id] = replies.get(delta.id, []) + unpack(delta.token_ids)
+
     for round in range(2):
         for n, (ask, grammar, how) in enumerate(
-            ((REPEAT, b"", 0.0), (REPEAT, b"", temperature), ("Invent a person. Reply in JSON.", encode(PERSON), 0.8))
+            (("Invent a person. Reply in JSON.", encode(PERSON), 0.8), (REPEAT, b"", 0.0), (REPEAT, b"", temperature))
         ):
             loop.submit(
                 EngineRequest(
@@ -239,10 +245,10 @@ def play(path, text, setting, kv_bytes, temperature):
                 ),
                 0.0,
             )
+            while grammar and f"{round}-{n}" not in replies:
+                step()  # its grammar is compiled meanwhile: which steps it is in must not depend on how long that takes
         while loop.busy:
-            for delta in loop.step(0.0):
-                assert delta.error is None
-                replies[delta.id] = replies.get(delta.id, []) + unpack(delta.token_ids)
+            step()
     return replies, loop
 
 
