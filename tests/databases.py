@@ -95,7 +95,7 @@ class StoppablePostgres:
         """Pids of the server processes that serve connections."""
         postmaster = (self._folder / "postmaster.pid").read_text().split()[0]
         children = Path(f"/proc/{postmaster}/task/{postmaster}/children").read_text().split()
-        return [int(pid) for pid in children if b"[local]" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        return [int(pid) for pid in children if b"[local]" in _command(pid)]
 
     def _control(self, *arguments: str) -> None:
         command = [self._server.bin_path / "pg_ctl", "-w", "-D", self._folder, *arguments]
@@ -106,6 +106,14 @@ class StoppablePostgres:
 
         with _one_process_at_a_time(), patch.object(wheel, "pgexec", _quick(wheel.pgexec)):
             self._server.cleanup()
+
+
+def _command(pid: str) -> bytes:
+    """The command line of a process; empty if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return b""
 
 
 async def make_database(server_url: str) -> str:

@@ -227,7 +227,7 @@ def test_a_worker_that_was_started_by_hand_outlives_its_shell(tmp_path):
 def _gone(pid):
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # it may end after the file was opened
         return True
 
 

@@ -50,7 +50,7 @@ async def until(condition: Callable[[], object], limit_s: float = 60.0) -> None:
 def alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # it may end after the file was opened
         return False
 
 
