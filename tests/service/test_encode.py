@@ -317,6 +317,8 @@ async def test_num_ctx_cuts_texts_as_in_ollama(folders: dict[str, Path], tmp_pat
             found = (await embed(text, limit)).json()
             assert found["embeddings"] == target["embeddings"], limit
             assert found["prompt_eval_count"] == len(ids_of("a"))
+            old_form = {"model": model, "prompt": text, "options": {"num_ctx": limit}}
+            assert (await client.post("/api/embeddings", json=old_form)).json()["embedding"] == target["embeddings"][0]
         refused = await embed("a bc", 3, truncate=False)
         assert refused.status_code == 400
         assert "exceeds maximum context length" in refused.json()["error"]

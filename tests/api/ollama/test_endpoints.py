@@ -1,6 +1,8 @@
 """Ollama's API against a fake service: the form of requests and replies."""
 
+import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -31,6 +33,7 @@ from emberline.protocol.events import (
 from emberline.protocol.request import ContentPart, EncodeRequest, GenerateRequest, SamplingDefaults
 from emberline.protocol.token_ids import pack
 from emberline.service.model_pulls import ModelPulls
+from emberline.service.work import TaskEvents, Work
 from tests.api.fake_service import KEY, MODEL, FakeModels, FakeService, agent, card, client_of, says
 from tests.catalog.tiny_models import gguf_bytes
 
@@ -184,6 +187,7 @@ async def test_options(client: httpx.AsyncClient, service: FakeService) -> None:
     assert (sampling.max_tokens, sampling.temperature, sampling.top_k, sampling.top_p) == (7, 0.5, 3, 0.4)
     assert (sampling.repetition_penalty, sampling.seed, sampling.stop) == (1.1, 1, ("x",))
     assert (given.left_to_model, given.api) == ((), "ollama")
+    assert (given.context_len, bare.context_len) == (4096, None)
     assert (bare.sampling.max_tokens, bare.sampling.temperature) == (None, TEMPERATURE)
     assert bare.left_to_model == ("temperature", "top_p", "min_p", "repetition_penalty")
 
@@ -356,6 +360,29 @@ async def test_models(client: httpx.AsyncClient) -> None:
     assert "engines" in running
     assert (await client.get("/api/version")).json()["version"].count(".") == 2
     assert (await lines(client, "/api/pull", {"model": MODEL})) == [{"status": "success"}]
+
+
+async def test_the_load_duration_ends_when_a_loaded_model_takes_the_request() -> None:
+    arrived, loaded = asyncio.Event(), asyncio.Event()
+
+    class Loading(FakeService):
+        async def run(self, work: Work) -> TaskEvents:
+            arrived.set()
+            await loaded.wait()
+            async for event in super().run(work):
+                yield event
+
+    client = client_of(Loading())
+    for path, body in (("chat", CHAT), ("generate", PROMPT)):
+        arrived.clear()
+        loaded.clear()
+        asked = asyncio.ensure_future(post(client, f"/api/{path}", body | {"stream": False}))
+        await arrived.wait()
+        began = time.monotonic_ns()
+        await asyncio.sleep(0.02)
+        waited_ns = time.monotonic_ns() - began
+        loaded.set()
+        assert (await asked)["load_duration"] >= waited_ns
 
 
 async def test_the_operator_pulls_models_of_the_catalog(service: FakeService, tmp_path: Path) -> None:
