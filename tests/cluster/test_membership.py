@@ -208,6 +208,15 @@ async def test_a_worker_that_cannot_serve_does_not_join(
     assert await states(service) == {"e0": "ready"}
 
 
+async def test_room_granted_on_a_worker_that_has_left_is_forgotten(service: Service) -> None:
+    assert isinstance(service.core, LocalCore)
+    core = service.core
+    (grant,) = core.grants.issue(MODEL, 1)
+    assert core.grants.granted_on(grant.engine) == 1
+    core.discard(grant.engine)
+    assert core.grants.granted_on(grant.engine) == 0
+
+
 async def test_an_upstream_server_joins_and_leaves(service: Service) -> None:
     standin = await StandinServer("openai", "far/model").start()
     config = EndpointConfig(name="far", url=standin.url)

@@ -5,7 +5,13 @@ import time
 import pytest
 
 from emberline.cluster.timings import DEFAULTS
-from emberline.cluster.worker_checks import FORGOTTEN_S, MAX_EXCLUSION_S, Exclusion, RequestProgress
+from emberline.cluster.worker_checks import (
+    FORGOTTEN_S,
+    MAX_EXCLUSION_S,
+    Exclusion,
+    Exclusions,
+    RequestProgress,
+)
 from emberline.engine.grammar.translator_process import START_S, WALL_S
 from emberline.protocol.frames import EngineInfo, EngineLoad, Heartbeat
 
@@ -78,3 +84,13 @@ def test_exclusions_grow_and_are_forgotten() -> None:
     assert exclusion.extend(60.0) == MAX_EXCLUSION_S
     exclusion.until_s = time.monotonic() - FORGOTTEN_S - 1
     assert exclusion.extend(60.0) == 60.0
+
+
+def test_the_table_of_exclusions_is_bounded() -> None:
+    """Workers that join under ever new names do not fill the memory. The exclusion that ends first is forgotten."""
+    exclusions = Exclusions()
+    exclusions.of("first").extend(60.0)
+    for n in range(Exclusions.MAX):
+        exclusions.of(f"worker {n}").extend(600.0)
+    assert exclusions.of("worker 0").n_times == 1
+    assert exclusions.of("first").n_times == 0
