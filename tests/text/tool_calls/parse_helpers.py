@@ -63,9 +63,10 @@ def matches(grammar: Grammar, text: str) -> bool:
     def free_ends(free: Free, start: int) -> frozenset[int]:
         without, not_first = (tuple(map(as_expression, parts)) for parts in (free.without, free.not_first))
         begun = {end for part in not_first for end in ends(part, start)}
-        last = start
+        last, excluded = start, set[int]()
         while last < len(text) and ord(text[last]) < _FIRST and last + 1 not in begun:
-            if any(last + 1 in ends(part, first) for first in range(start, last + 1) for part in without):
+            excluded.update(end for part in without for end in ends(part, last))
+            if last + 1 in excluded:
                 break
             last += 1
         return frozenset(range(start, last + 1))
