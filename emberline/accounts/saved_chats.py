@@ -10,6 +10,7 @@ from collections.abc import Callable
 import msgspec
 
 from emberline.protocol.errors import BadInput, Conflict, NotFound
+from emberline.protocol.sizes import format_limit
 from emberline.store import Database, Query, Transaction
 from emberline.store.database import SEARCH_S, Value, decode_row, search_rows
 
@@ -55,9 +56,8 @@ class SavedChats:
                 "SELECT COUNT(*), SUM(n_bytes) FROM saved_chats WHERE account = ? AND id <> ?", (account, chat_id)
             )
             if int(n_chats or 0) >= self._max_chats or int(n_bytes or 0) + size > self._max_bytes:
-                raise Conflict(
-                    f"an account may save {self._max_chats} chats of {self._max_bytes >> 20} MiB in all: delete some"
-                )
+                most = format_limit(self._max_bytes)
+                raise Conflict(f"an account may save {self._max_chats} chats of {most} in all: delete some")
             rows = yield Query(
                 f"""
                 INSERT INTO saved_chats (account, id, title, folded_title, updated_us, n_bytes, folded_text, document)

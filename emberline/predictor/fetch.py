@@ -23,6 +23,7 @@ from emberline.predictor.egress_proxy import EgressProxy
 from emberline.predictor.project import Weights
 from emberline.protocol.errors import BadInput, TooLarge, Unavailable, Unsupported
 from emberline.protocol.prediction import Manifest
+from emberline.protocol.sizes import format_limit
 from emberline.supervisor.sandbox.enter import NOBODY
 from emberline.supervisor.sandbox.program import Sandbox
 from emberline.supervisor.sandbox.protections import find_protections
@@ -73,7 +74,7 @@ def run_setup(
             server.stop()
         except Unavailable as error:
             if look.is_full:
-                raise TooLarge(f"setup fetched more than {grant.max_bytes >> 20} MiB, which a push may") from None
+                raise TooLarge(f"setup fetched more than {format_limit(grant.max_bytes)}, which a push may") from None
             raise Unavailable(f"{error.message}{f'; {refused[-1]}' if refused else ''}") from None
         finally:
             if server is not None:
@@ -174,9 +175,8 @@ def _download(weights: Weights, shared: Path, grant: FetchGrant, on_line: Callab
             listed[name] for name in filter_repo_objects(listed, allow_patterns=include, ignore_patterns=exclude)
         )
         if n_bytes > grant.max_bytes:
-            raise TooLarge(
-                f"{weights.repository} has {n_bytes >> 20} MiB, and {grant.max_bytes >> 20} MiB may be fetched"
-            )
+            most = format_limit(grant.max_bytes)
+            raise TooLarge(f"{weights.repository} has {n_bytes / 2**20:,.1f} MiB, and {most} may be fetched")
         chosen = hashlib.sha256(msgspec.json.encode([info.sha, include, exclude])).hexdigest()[:16]
         folder = shared / f"{weights.repository.replace('/', '--')}-{chosen}"
         with locked(shared):

@@ -22,6 +22,7 @@ from emberline.predictor.fetch import FetchGrant
 from emberline.predictor.versions import LEFT_OUT, MAX_PROJECT_FILES, PredictorVersions, PushSettings
 from emberline.protocol.errors import BadInput, Forbidden, TooLarge
 from emberline.protocol.prediction import Manifest, Pushed, Resources
+from emberline.protocol.sizes import format_limit
 
 MAX_HEADER_BYTES = 1 << 20  # of a long name, or of what pax adds to one: `tarfile` reads it whole
 _LONG_HEADERS = (
@@ -37,7 +38,7 @@ class _Member(tarfile.TarInfo):
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
         found = super().frombuf(buf, encoding, errors)
         if found.type in _LONG_HEADERS and found.size > MAX_HEADER_BYTES:
-            raise BadInput(f"the archive has a header of {found.size >> 20} MiB, which is no name of a file")
+            raise BadInput(f"the archive has a header of {format_limit(found.size)}, which is no name of a file")
         return found
 
 
@@ -94,8 +95,8 @@ def unpack(archive: bytes, folder: Path, max_bytes: int) -> None:
                 n_bytes, n_files = n_bytes + member.size, n_files + 1
                 if n_bytes > max_bytes or n_files > MAX_PROJECT_FILES:
                     raise TooLarge(
-                        f"the project does not fit: pushed models may take {max(0, max_bytes) >> 20} MiB more on this "
-                        f"server ([predictors] max_bytes), in at most {MAX_PROJECT_FILES:,} files"
+                        f"the project does not fit: pushed models may take {format_limit(max(0, max_bytes))} more on "
+                        f"this server ([predictors] max_bytes), in at most {MAX_PROJECT_FILES:,} files"
                     )
                 target = folder.joinpath(*path.parts)
                 if member.isdir():

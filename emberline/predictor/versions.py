@@ -24,6 +24,7 @@ from emberline.predictor.project import Project, read_project
 from emberline.predictor.schema import openapi, read_signature
 from emberline.protocol.errors import BadInput, ModelNotFound, TooLarge, Unsupported
 from emberline.protocol.prediction import Manifest, Resources
+from emberline.protocol.sizes import format_limit
 from emberline.supervisor.sandbox.containers import find_image
 
 OWNER = "@me"
@@ -246,8 +247,8 @@ def _copy(source: Path, target: Path, max_bytes: int) -> str:
         n_files, n_bytes = n_files + 1, n_bytes + path.stat().st_size
         if n_bytes > max_bytes or n_files > MAX_PROJECT_FILES:
             raise TooLarge(
-                f"the project has more than {max_bytes >> 20} MiB or {MAX_PROJECT_FILES:,} files, which is more than "
-                "may be pushed: let `setup` load large files"
+                f"the project has more than {format_limit(max_bytes)} or {MAX_PROJECT_FILES:,} files, which is more "
+                "than may be pushed: let `setup` load large files"
             )
         copied = target / relative
         copied.parent.mkdir(parents=True, exist_ok=True)

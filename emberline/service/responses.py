@@ -17,6 +17,7 @@ import msgspec
 from emberline.net.periodic import every, stop
 from emberline.protocol.complete_response import MAX_HISTORY_BYTES, StoredResponse
 from emberline.protocol.errors import TooLarge
+from emberline.protocol.sizes import format_limit
 from emberline.store import Database
 
 RETENTION_DAYS = 30
@@ -117,7 +118,7 @@ class DatabaseResponses:
             ((n_bytes,),) = await self._store.read(_WALK_BYTES, wanted)
             if int(n_bytes or 0) > (most := self._max_history_bytes):
                 raise TooLarge(
-                    f"the conversation behind {response_id} is larger than {most >> 20} MiB: start anew",
+                    f"the conversation behind {response_id} is larger than {format_limit(most)}: start anew",
                     param="previous_response_id",
                 )
             rows = await self._store.read(_WALK_ROWS, wanted)

@@ -64,7 +64,7 @@ async def test_a_search_needs_every_word_and_takes_none_as_a_pattern(chats: Save
 async def test_an_account_has_room_for_so_many_chats_and_bytes(chats: SavedChats) -> None:
     for name in "abc":
         await chats.put("acme", name, name, "", DOCUMENT)
-    with pytest.raises(Conflict, match="3 chats"):
+    with pytest.raises(Conflict, match="3 chats of 1,000 bytes in all"):
         await chats.put("acme", "d", "d", "", DOCUMENT)
     await chats.put("acme", "c", "c", "", b"1" * 900)
     with pytest.raises(Conflict, match="delete some"):

@@ -99,6 +99,8 @@ def test_it_is_off_by_default_and_has_a_quota(versions_of_nothing: PredictorVers
     small = PredictorsConfig(remote_push="admins", max_bytes=1 << 20)
     with pytest.raises(TooLarge, match="1 MiB more on this server"):
         RemotePushes(tmp_path, small, versions_of_nothing).push(archive, "x", Resources())
+    with pytest.raises(TooLarge, match="1,000 bytes more on this server"):
+        unpack(archive, tmp_path / "rest", 1000)
     with pytest.raises(BadInput, match="is not a Cog project"):
         RemotePushes(tmp_path, ALLOWED, versions_of_nothing).push(archive_of((member("a"), b"")), "x", Resources())
 

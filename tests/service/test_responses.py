@@ -155,7 +155,7 @@ async def test_a_conversation_has_a_limit(kept: DatabaseResponses, store: Databa
     most = 3 * record(0, 0).n_bytes
     kept = DatabaseResponses(store, max_history_bytes=most, now_us=lambda: now_us[0])
     assert len(await ids(kept, "r2")) == 3
-    with pytest.raises(TooLarge, match="start anew"):
+    with pytest.raises(TooLarge, match=f"larger than {most:,} bytes: start anew"):
         await kept.get("alice", "r3", whole=True)
     assert len(await kept.get("alice", "r3")) == 1
 

@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 
 from emberline.protocol.errors import BadInput, Unavailable
+from emberline.protocol.sizes import format_limit
 from emberline.supervisor.sandbox.control_group import ROOT, MemoryCounters
 from emberline.supervisor.sandbox.enter import NOBODY
 from emberline.supervisor.sandbox.program import SCRATCH, Program, Running, is_full_inside
@@ -254,7 +255,7 @@ class RunningContainer(Running):
         """Why it ended, as far as the engine knows; empty if its log says it."""
         counters = self._find_counters()
         if (counters is not None and counters.n_out_of_memory) or self._state("OOMKilled") == "true":
-            return f"it used more than its {self._memory_limit >> 20} MiB of memory"
+            return f"it used more than its {format_limit(self._memory_limit)} of memory"
         status = self.status
         if not status or status in _ENGINE_ERRORS:
             return ""

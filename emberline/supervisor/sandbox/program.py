@@ -18,6 +18,7 @@ from pathlib import Path, PurePosixPath
 import msgspec
 
 from emberline.protocol.errors import Unavailable
+from emberline.protocol.sizes import format_limit
 from emberline.supervisor.sandbox import control_group
 from emberline.supervisor.sandbox.control_group import ControlGroup, GroupLimits
 from emberline.supervisor.sandbox.enter import ARGUMENTS, FILE, FILTER, NOBODY, Entry, readable_descriptor
@@ -124,7 +125,7 @@ class RunningProgram(Running):
         """Why it ended, as far as the launcher knows; empty if it only ended."""
         counters = None if self._group is None else self._group.counters
         if counters is not None and counters.n_out_of_memory:
-            return f"it used more than its {self._memory_limit >> 20} MiB of memory"
+            return f"it used more than its {format_limit(self._memory_limit)} of memory"
         status = self._process.poll()
         if status is None or status == 0:
             return ""
