@@ -145,6 +145,9 @@ class FakeMembership:
 
     def show_states(self, states: object, problems: object) -> None: ...
 
+    def reported_problem(self, model: str) -> str:
+        return ""
+
 
 async def offered(config: Config, named: Sequence[ModelEntry] = (), elsewhere: bool = False) -> list[str]:
     admission, membership = AdmissionController(), FakeMembership()
