@@ -55,6 +55,7 @@ LIES: dict[str, tuple[Lie, str]] = {
     "a step left out": (lambda step: [], "some were repeated or lost"),
     "more tokens than it counts": (lambda step: [with_ids(step, tokens.pack([70, 71]))], "some were repeated or lost"),
     "negative load": (lambda step: [with_load(step, running=-5)], "a count is negative"),
+    "a negative queue": (lambda step: [with_load(step, waiting=-5)], "a count is negative"),
     "more KV than it has": (lambda step: [with_load(step, kv_used_blocks=1 << 20)], "more KV blocks are in use"),
     "steps that go back": (lambda step: [with_load(step, steps=0)], "it counts backwards"),
 }
