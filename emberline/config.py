@@ -205,8 +205,12 @@ class ImagesConfig(Section, frozen=True):
 class PredictorsConfig(Section, frozen=True):
     """Models that users bring along: who may push them, and what their first setup may fetch."""
 
-    remote_push: Literal["off", "admins"] = "off"  # over HTTP; who can write the data folder can push in any case
+    # Over HTTP: nobody, operators' keys, or every key. Who can write the data folder can push in any case.
+    remote_push: Literal["off", "admins", "accounts"] = "off"
     max_bytes: Annotated[int, Meta(ge=1 << 20)] = 64 << 30  # that all pushed models may take, when one is pushed so
+    account_bytes: Annotated[int, Meta(ge=1 << 20)] = 4 << 30  # that the models of one account may take on disk
+    account_memory_bytes: Annotated[int, Meta(ge=1 << 20)] = 2 << 30  # that a model of an account may ask for
+    account_cpus: Annotated[float, Meta(gt=0)] = 1.0  # that a model of an account may ask for
     fetch_hosts: tuple[str, ...] = ()  # from which `setup` may fetch when it is pushed, e.g. huggingface.co
     allowed_networks: tuple[str, ...] = ()  # private ranges that those hosts may be in, e.g. 10.0.0.0/8
     max_fetched_bytes: Annotated[int, Meta(ge=1 << 20)] = 64 << 30  # by one push

@@ -30,7 +30,8 @@ CODE = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 ACTIONS = (
     "install|uninstall|bounds|plan|init|credential|up|down|members|drain|undrain|leave|list|delete|logs|stat|purge|export|import|train|"
-    "submit|status|results|cancel|ls|create|limit|rotate|revoke|disable|enable|add|show|alias|rm|set|history"
+    "submit|status|results|cancel|ls|create|limit|rotate|revoke|disable|enable|add|show|alias|rm|set|history|"
+    "versions|rollback"
 )
 COMMAND = re.compile(rf"\bemberline ({'|'.join(COMMANDS)})\b( (?:{ACTIONS})\b)?([^`\n#|]*)")
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]+")

@@ -228,7 +228,6 @@ _ADMIN: tuple[_Row, ...] = (
     ("GET", "/api/audit", audit.entries, "List the audit log", None, audit.PAGE),
     ("GET", "/api/audit/verify", audit.verify, "Verify the audit log", None, audit.HEAD),
     ("POST", "/api/models/load", models.load, "Load a model", models.ModelName),
-    ("POST", "/api/models/push", models.push, "Push a version of a predictor", None, models.PUSH_QUERY),
     ("POST", "/api/models/unload", models.unload, "Unload a model once it is idle", models.ModelName),
     ("POST", "/api/prices", prices.set_price, "Set a model's price", prices.NewPrice),
     ("POST", "/api/prices/remove", prices.remove_price, "Take a model's price away", prices.NoPrice),
@@ -243,6 +242,10 @@ _ADMIN: tuple[_Row, ...] = (
     ("POST", "/api/workers/join", workers.join, "Add a worker or an upstream server", EndpointConfig),
 )
 _TENANT: tuple[_Row, ...] = (  # of the caller's account; an admin sees all
+    ("POST", "/api/models/push", models.push, "Push a version of a predictor", None, models.PUSH_QUERY),
+    ("GET", "/api/models/versions", models.versions, "List a predictor's versions", None, models.VERSIONS_QUERY),
+    ("POST", "/api/models/rollback", models.roll_back, "Serve an earlier version of a predictor", models.Rollback),
+    ("POST", "/api/models/remove", models.remove_pushed, "Remove a predictor", models.ModelName),
     ("GET", "/api/models/available", models.available, "Models that can be pulled by name, and what fits"),
     ("GET", "/api/ps", admin.ps, "Models; for an admin engine workers and their load too"),
     ("GET", "/api/usage", usage.report, "Report usage and its cost", None, usage.QUERY),

@@ -99,6 +99,7 @@ class CogSource(msgspec.Struct, frozen=True, tag="cog"):
     streams: bool = False
     slots: int = 1
     max_predict_ms: int = 600_000  # after which a prediction is ended
+    account: str = ""  # whose model it is, which no other account sees; empty: the operator's, for every account
 
 
 ModelSource = WheelSource | HubSource | PathSource | CogSource
@@ -147,6 +148,24 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def uuid(self) -> str:
         return stable_uuid("model", self.id)
+
+    def is_seen_by(self, account: str | None) -> bool:
+        """True if the account may know of the model. `account` None: the operator, who sees all."""
+        owner = "" if self.predictor is None else self.predictor.account
+        return account is None or owner in ("", account)
+
+
+PUSHED = "@me/"  # begins the names of pushed models: each account's own, and the operator's
+OF_ACCOUNTS = "@accounts/"  # begins the ids of models that accounts have pushed
+
+
+def pushed_id(account: str, name: str) -> str:
+    """The id of the model that the account calls `@me/NAME`; `account` empty: the operator. Two accounts never share
+    one, although ids have no capital letters and their folders `--` for `/`."""
+    if not account:
+        return f"{PUSHED}{name}"
+    owner = "".join(f"{each.lower()}." if each.isupper() or each == "-" else each for each in account)
+    return f"{OF_ACCOUNTS}{owner}/{name}"
 
 
 DEFAULT_MODEL = "@cf/huggingfacetb/smollm2-135m-instruct"

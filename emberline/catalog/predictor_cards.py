@@ -17,11 +17,11 @@ def publish(store: ModelStore, manifest: Manifest, path: Path) -> ModelEntry:
 
 def _card(manifest: Manifest) -> ModelCard:
     source = "image" if manifest.image else "project"
-    owner, _, name = manifest.model.removeprefix("@").partition("/")
+    name = manifest.model.rpartition("/")[2]
     return ModelCard(
         id=manifest.model,
         description=f"A predictor of version {manifest.version}, pushed from a Cog {source}.",
-        author=owner,
+        author=manifest.account or "me",
         context_window=0,
         source=CogSource(
             version=manifest.version,
@@ -31,6 +31,7 @@ def _card(manifest: Manifest) -> ModelCard:
             streams=manifest.streams,
             slots=manifest.slots,
             max_predict_ms=int(1000 * manifest.resources.predict_s),
+            account=manifest.account,
         ),
         created_at=datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3],
         task=PREDICTION,
@@ -38,5 +39,5 @@ def _card(manifest: Manifest) -> ModelCard:
         weight_bytes=manifest.resources.memory_bytes,
         fingerprint=manifest.digest,
         sampling=SamplingDefaults(),
-        aliases=(name,),
+        aliases=() if manifest.account else (name,),  # a name of one account alone: `Models` finds it
     )

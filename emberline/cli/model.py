@@ -4,14 +4,16 @@ emberline model add CARD.toml | NAME | PATH | hf:org/repo
 emberline model show NAME
 emberline model alias [NAME [MODEL[=WEIGHT] …]] [--remove]
 emberline model ls | rm MODEL
-emberline model versions NAME
-emberline model rollback NAME [VERSION]
+emberline model versions NAME [--remote]
+emberline model rollback NAME [VERSION] [--remote]
+emberline model rm NAME --remote
 """
 
 import argparse
 import difflib
 from pathlib import Path
-from urllib.parse import quote
+from typing import Any
+from urllib.parse import quote, urlencode
 
 import msgspec
 
@@ -56,8 +58,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for action in (past, back):
         action.add_argument("name", metavar="NAME", help="@me/NAME, or NAME")
     back.add_argument("version", nargs="?", type=int, metavar="VERSION", help="default: the one before")
-    common.add_client_options(alias)
-    for action in (add, listing, remove, past, back):
+    for action in (remove, past, back):
+        action.add_argument("--remote", action="store_true", help="of the key's account, on a server over HTTP")
+    for action in (alias, remove, past, back):
+        common.add_client_options(action)
+    for action in (add, listing):
         common.add_data_dir(action)
         common.add_json(action)
 
@@ -73,6 +78,8 @@ def run(args: argparse.Namespace) -> int:
     config = common.config_of(args)
     if args.action == "alias":
         return _alias(ServerAddress.for_client(config), args)
+    if getattr(args, "remote", False):
+        return _change_remotely(ServerAddress.for_client(config), args)
     store = ModelStore(config.home)
     if args.action == "add" and args.model.endswith(".toml"):
         return _add_card(store, args)
@@ -238,6 +245,28 @@ def _versions(store: ModelStore, versions: PredictorVersions, args: argparse.Nam
         wait_until_offered(store.root)
         current = manifest.version
     rows = [{"version": each.version, "digest": each.digest, "served": each.version == current} for each in known]
+    return _print_versions(rows, args)
+
+
+def _change_remotely(address: ServerAddress, args: argparse.Namespace) -> int:
+    """List the versions of a model that the key's account has pushed, serve an earlier one, or remove such models."""
+    if args.action == "rm":
+        for name in args.models:
+            client.post(address, "/api/models/remove", {"model": name}, None)
+            if not args.json:
+                print(f"removed {name}")
+        if args.json:
+            common.print_json({"removed": args.models})
+        return 0
+    if args.action == "rollback":
+        body = {"model": args.name, "version": args.version}
+        found = client.post(address, "/api/models/rollback", body, None)
+    else:
+        found = client.get(address, f"/api/models/versions?{urlencode({'model': args.name})}")
+    return _print_versions(found["data"], args)
+
+
+def _print_versions(rows: list[dict[str, Any]], args: argparse.Namespace) -> int:
     if args.json:
         common.print_json(rows)
     else:

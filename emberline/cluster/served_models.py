@@ -110,13 +110,15 @@ class ServedModels:
             raise self.not_found(name)
         return card
 
-    def not_found(self, name: str, hint: str = "") -> ModelNotFound | MalformedModelId:
-        """The error for a name that no model here has. It says what to do about it, with the hint if there is one."""
+    def not_found(self, name: str, hint: str = "", account: str | None = None) -> ModelNotFound | MalformedModelId:
+        """The error for a name that no model has which the account sees (None: any). It says what to do about it, with
+        the hint if there is one."""
         if len(name) > _MODEL_ID_CHARS or not _MODEL_ID.fullmatch(name):
             return MalformedModelId(f"{name[:_MODEL_ID_CHARS]!r} is not a model id", param="model")
         if built_in(name) is not None:
             return ModelNotFound(f"{name} is not on this machine: run `emberline pull {name}` there", param="model")
-        return ModelNotFound(f"no model {name} here; there are {', '.join(self._cards) or 'none'}{hint}", param="model")
+        seen = [card.id for card in self._cards.values() if card.is_seen_by(account)]
+        return ModelNotFound(f"no model {name} here; there are {', '.join(seen) or 'none'}{hint}", param="model")
 
     def text_of(self, model: str) -> TextModel:
         """The tokenizer of a model that generates text, which is in memory already."""

@@ -1,7 +1,7 @@
-"""Pushes over HTTP: an archive of a project from an operator's key, where the operator has allowed them.
+"""Pushes over HTTP: an archive of a project from a key that the operator lets push, an operator's or an account's.
 
 An archive is unpacked by name and size alone: regular files within the folder, no links, owners or modes but the bit
-that makes a file executable. Pushed models share a quota on disk.
+that makes a file executable. Pushed models share a quota on disk, and those of each account have one of their own.
 """
 
 import io
@@ -9,19 +9,31 @@ import lzma
 import shutil
 import tarfile
 import tempfile
+import threading
 import zlib
 from pathlib import Path, PurePosixPath
 from typing import Self
 
+import msgspec
+
 from emberline.catalog.download import folder_bytes
+from emberline.catalog.model_card import pushed_id
 from emberline.catalog.model_store import ModelStore
 from emberline.catalog.predictor_cards import publish
 from emberline.catalog.store_watch import wait_until_offered
 from emberline.config import PredictorsConfig
 from emberline.predictor.fetch import FetchGrant
-from emberline.predictor.versions import LEFT_OUT, MAX_PROJECT_FILES, PredictorVersions, PushSettings
-from emberline.protocol.errors import BadInput, Forbidden, TooLarge
-from emberline.protocol.prediction import Manifest, Pushed, Resources
+from emberline.predictor.project import read_project
+from emberline.predictor.versions import (
+    LEFT_OUT,
+    MAX_PROJECT_FILES,
+    OWNER,
+    PredictorVersions,
+    PushSettings,
+    check_name,
+)
+from emberline.protocol.errors import BadInput, Conflict, EmberlineError, Forbidden, ModelNotFound, TooLarge
+from emberline.protocol.prediction import Manifest, Pushed, Resources, VersionRow
 from emberline.protocol.sizes import format_limit
 
 MAX_HEADER_BYTES = 1 << 20  # of a long name, or of what pax adds to one: `tarfile` reads it whole
@@ -47,42 +59,124 @@ class RemotePushes:
 
     def __init__(self, home: Path, settings: PredictorsConfig, versions: PredictorVersions | None = None) -> None:
         self._home, self._settings = home, settings
+        self._pushing: set[str] = set()  # accounts
+        self._lock = threading.Lock()
         self._versions = versions or PredictorVersions(home)
 
-    def check(self) -> None:
-        """Raise Forbidden unless the operator allows pushes over HTTP."""
+    def check(self, account: str) -> None:
+        """Raise Forbidden unless the operator lets the account push over HTTP; `account` empty: the operator."""
         if self._settings.remote_push == "off":
             raise Forbidden(
-                'this server takes no models over HTTP: set [predictors] remote_push = "admins", or run '
+                'this server takes no models over HTTP: set [predictors] remote_push = "admins" or "accounts", or run '
                 "`emberline push` on its machine"
             )
+        if account and self._settings.remote_push != "accounts":
+            raise Forbidden(
+                "this server takes models from operators' keys alone: the operator can set "
+                '[predictors] remote_push = "accounts"'
+            )
 
-    def push(self, archive: bytes, name: str, resources: Resources) -> Pushed:
-        """Unpack a project, push it and publish it. Blocks. Raises what `PredictorVersions.push` does."""
-        self.check()
+    def push(self, archive: bytes, name: str, resources: Resources, account: str = "") -> Pushed:
+        """Unpack a project, push it as a model of the account (empty: the operator) and publish it. Blocks.
+
+        Raises what `PredictorVersions.push` does, Conflict if a push of the account runs, and Forbidden for bounds that
+        accounts do not get."""
+        self.check(account)
+        if account:
+            self._check_resources(resources)
+        with self._lock:
+            if account and account in self._pushing:
+                raise Conflict("another push of this account has not ended: wait for it")
+            self._pushing.add(account)
+        try:
+            return self._push(archive, name, resources, account)
+        except EmberlineError:
+            with self._lock:
+                if account and len(self._pushing) == 1:  # packages of a push that runs are not in use yet
+                    self._versions.remove_unused()
+            raise
+        finally:
+            with self._lock:
+                self._pushing.discard(account)
+
+    def versions(self, account: str, name: str) -> list[VersionRow]:
+        """The versions of the account's model, oldest first. Raises ModelNotFound."""
+        self.check(account)
+        model = pushed_id(account, check_name(name))
+        entry = ModelStore(self._home).find(model)
+        if entry is None or entry.card.id != model or entry.card.predictor is None:
+            raise ModelNotFound(f"no model {OWNER}/{check_name(name)} was pushed here", param="model")
+        current = entry.card.predictor.version
+        return [
+            VersionRow(version=each.version, digest=each.digest, served=each.version == current)
+            for each in self._versions.list(model)
+        ]
+
+    def roll_back(self, account: str, name: str, version: int | None) -> list[VersionRow]:
+        """Serve an earlier version of the account's model; None: the one before the served one. Blocks."""
+        rows = self.versions(account, name)
+        served = next((row.version for row in rows if row.served), 0)
+        earlier = [row.version for row in rows if row.version < served]
+        if version is None and not earlier:
+            raise BadInput(f"{OWNER}/{check_name(name)} has no version before {served}", param="version")
+        wanted = earlier[-1] if version is None else version
+        self._publish(self._versions.find(pushed_id(account, check_name(name)), wanted))
+        return self.versions(account, name)
+
+    def remove(self, account: str, name: str) -> None:
+        """Remove the account's model with all its versions. Blocks."""
+        self.versions(account, name)
+        model, store = pushed_id(account, check_name(name)), ModelStore(self._home)
+        store.remove(model)
+        self._versions.remove(model)
+        wait_until_offered(store.root)
+
+    def _check_resources(self, resources: Resources) -> None:
+        """Raise Forbidden for bounds beyond those that models of accounts may have."""
+        most = Resources(memory_bytes=self._settings.account_memory_bytes, cpus=self._settings.account_cpus)
+        for name, value in msgspec.structs.asdict(resources).items():
+            if value > (limit := getattr(most, name)):
+                raise Forbidden(f"`{name}` of an account's model is at most {limit:,} on this server", param=name)
+
+    def _push(self, archive: bytes, name: str, resources: Resources, account: str) -> Pushed:
         left = self._settings.max_bytes - self._versions.used_bytes()
+        setting = "max_bytes"
+        if account and (own := self._settings.account_bytes - self._versions.bytes_of(account)) < left:
+            left, setting = own, "account_bytes"
         lines: list[str] = []
         with tempfile.TemporaryDirectory(prefix="emberline-push-") as folder:
             project = Path(folder) / "project"
-            unpack(archive, project, left)
+            unpack(archive, project, left, setting)
+            if account and read_project(project).gpu:
+                raise Forbidden("models of accounts get no GPU on this server")
             grant = FetchGrant(
                 hosts=self._settings.fetch_hosts,
                 allowed_networks=self._settings.allowed_networks,
                 max_bytes=max(0, min(self._settings.max_fetched_bytes, left - folder_bytes(project))),
             )
             manifest = self._versions.push(
-                project, PushSettings(name=name, resources=resources, fetch=grant), lines.append
+                project, PushSettings(name=name, account=account, resources=resources, fetch=grant), lines.append
+            )
+        if account and (n_bytes := self._versions.bytes_of(account)) > self._settings.account_bytes:
+            self._versions.discard(manifest)
+            raise TooLarge(
+                f"the account's models would take {n_bytes >> 20} MiB with their packages and weights, of the "
+                f"{format_limit(self._settings.account_bytes)} that they may ([predictors] account_bytes): remove one"
             )
         return self._published(manifest, lines)
 
     def _published(self, manifest: Manifest, lines: list[str]) -> Pushed:
+        self._publish(manifest)
+        model = f"{OWNER}/{manifest.model.rpartition('/')[2]}"  # as its account calls it
+        return Pushed(id=model, version=manifest.version, digest=manifest.digest, notes=tuple(lines))
+
+    def _publish(self, manifest: Manifest) -> None:
         store = ModelStore(self._home)
         publish(store, manifest, self._versions.path(manifest))
         wait_until_offered(store.root)
-        return Pushed(id=manifest.model, version=manifest.version, digest=manifest.digest, notes=tuple(lines))
 
 
-def unpack(archive: bytes, folder: Path, max_bytes: int) -> None:
+def unpack(archive: bytes, folder: Path, max_bytes: int, setting: str = "max_bytes") -> None:
     """Unpack a tar archive, compressed or not. Raises BadInput for anything but files and folders inside of it, and
     TooLarge beyond `max_bytes`."""
     n_bytes = n_files = 0
@@ -96,7 +190,7 @@ def unpack(archive: bytes, folder: Path, max_bytes: int) -> None:
                 if n_bytes > max_bytes or n_files > MAX_PROJECT_FILES:
                     raise TooLarge(
                         f"the project does not fit: pushed models may take {format_limit(max(0, max_bytes))} more on "
-                        f"this server ([predictors] max_bytes), in at most {MAX_PROJECT_FILES:,} files"
+                        f"this server ([predictors] {setting}), in at most {MAX_PROJECT_FILES:,} files"
                     )
                 target = folder.joinpath(*path.parts)
                 if member.isdir():

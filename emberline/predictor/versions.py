@@ -16,18 +16,19 @@ from pathlib import Path
 import msgspec
 
 from emberline.catalog.download import folder_bytes
+from emberline.catalog.model_card import OF_ACCOUNTS, PUSHED, pushed_id
 from emberline.predictor import environments
 from emberline.predictor.environments import Environment
 from emberline.predictor.fetch import FetchGrant, locked, place_weights, remove_unused, run_setup
 from emberline.predictor.image_labels import read_image
 from emberline.predictor.project import Project, read_project
 from emberline.predictor.schema import openapi, read_signature
-from emberline.protocol.errors import BadInput, ModelNotFound, TooLarge, Unsupported
+from emberline.protocol.errors import BadInput, ModelNotFound, TooLarge, Unavailable, Unsupported
 from emberline.protocol.prediction import Manifest, Resources
 from emberline.protocol.sizes import format_limit
 from emberline.supervisor.sandbox.containers import find_image
 
-OWNER = "@me"
+OWNER = PUSHED.removesuffix("/")
 MANIFEST = "manifest.json"
 GPU_NOTICE = (
     "it gets a whole GPU, which no other model shares: nothing keeps two tenants of one apart. The GPU's driver can be "
@@ -39,6 +40,7 @@ MAX_PROJECT_BYTES = 4 << 30
 MAX_PROJECT_FILES = 50_000
 LEFT_OUT = {".git", ".hg", "__pycache__", ".venv", "venv", ".cog", "node_modules"}
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
+_OWNER_FOLDER = re.compile(r"[a-z0-9][a-z0-9._-]*")
 _FOLDER = re.compile(r"v([1-9]\d{0,8})")
 
 
@@ -50,6 +52,7 @@ class PushSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The parts of a version that the person who pushes it decides."""
 
     name: str = ""  # empty: of cog.yaml's image, or of the folder
+    account: str = ""  # whose model it is; empty: the operator's
     resources: Resources = Resources()
     secrets: tuple[str, ...] = ()
     max_bytes: int = MAX_PROJECT_BYTES
@@ -78,7 +81,7 @@ class PredictorVersions:
             on_line(notice)
         if project.gpu:
             on_line(GPU_NOTICE)
-        name = model_name(project, settings.name)
+        model = pushed_id(settings.account, model_name(project, settings.name))
         signature = read_signature(project.source.read_bytes(), project.reference)
         slots = signature.slots or project.max_concurrency or 1
         if slots > 1 and not signature.is_async:
@@ -92,13 +95,14 @@ class PredictorVersions:
             (staging / "src" / ".cog" / "openapi_schema.json").write_bytes(document)
             weights = place_weights(project.weights, staging / "src", self._weights, settings.fetch, on_line)
             manifest = Manifest(
-                model=f"{OWNER}/{name}",
+                model=model,
+                account=settings.account,
                 version=version,
                 digest="",
                 reference=project.reference,
                 interpreter=environment.interpreter,
                 folders=(*environment.folders, *weights.folders),
-                store=str(self.root / name / STORE) if settings.fetch.hosts else "",
+                store=str(self.folder(model) / STORE) if settings.fetch.hosts else "",
                 mounts=weights.mounts,
                 slots=slots,
                 streams=signature.streams,
@@ -115,7 +119,7 @@ class PredictorVersions:
                 manifest = run_setup(manifest, staging, settings.fetch, secrets, on_line)
             return manifest
 
-        return self._add(name, fill, on_line)
+        return self._add(model, fill, on_line)
 
     def push_image(self, reference: str, settings: PushSettings, on_line: Callable[[str], None]) -> Manifest:
         """Add a container image, made by `cog build`, as the next version of its model. It is pulled if its registry
@@ -127,10 +131,11 @@ class PredictorVersions:
         if found.gpu:
             on_line(GPU_NOTICE)
         name = check_name(settings.name or reference.partition("@")[0].rpartition("/")[2].partition(":")[0])
+        model = pushed_id("", name)
 
         def fill(staging: Path, version: int) -> Manifest:
             manifest = Manifest(
-                model=f"{OWNER}/{name}",
+                model=model,
                 version=version,
                 digest="",
                 reference=reference,
@@ -147,30 +152,29 @@ class PredictorVersions:
             )
             return _with_digest(manifest, image.digest)
 
-        return self._add(name, fill, on_line)
+        return self._add(model, fill, on_line)
 
-    def _add(self, name: str, fill: Callable[[Path, int], Manifest], on_line: Callable[[str], None]) -> Manifest:
+    def _add(self, model: str, fill: Callable[[Path, int], Manifest], on_line: Callable[[str], None]) -> Manifest:
         """Add a version, whose files `fill` writes to a folder. Other pushes of the model wait."""
-        model_folder = self.root / name
+        model_folder = self.folder(model)
         with locked(model_folder), ExitStack() as at_end:
             _remove_staging(model_folder)
             staging = model_folder / f"{STAGING}{os.getpid()}"
             at_end.callback(shutil.rmtree, staging, ignore_errors=True)
             (staging / "logs").mkdir(parents=True)
-            version = 1 + max((version.version for version in self.list(f"{OWNER}/{name}")), default=0)
+            version = 1 + max((version.version for version in self.list(model)), default=0)
             manifest = fill(staging, version)
             (staging / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
             staging.rename(model_folder / f"v{version}")
+            if manifest.interpreter and not Path(manifest.interpreter).exists():
+                shutil.rmtree(model_folder / f"v{version}")
+                raise Unavailable("its packages were removed with another model meanwhile: push it again")
         on_line(f"{manifest.model} version {version}")
         return manifest
 
     def list(self, model: str) -> list[Manifest]:
         """All versions of a model, oldest first."""
-        found = []
-        for path in self.folder(model).glob(f"v*/{MANIFEST}"):
-            if _FOLDER.fullmatch(path.parent.name):
-                found.append(msgspec.json.decode(path.read_bytes(), type=Manifest))
-        return sorted(found, key=lambda manifest: manifest.version)
+        return _manifests(self.folder(model))
 
     def find(self, model: str, version: int) -> Manifest:
         """A version of a model. Raises ModelNotFound."""
@@ -187,14 +191,37 @@ class PredictorVersions:
 
     def folder(self, model: str) -> Path:
         """The folder of a model's versions. Raises ModelNotFound for a name that no predictor can have."""
-        owner, _, name = model.partition("/")
-        if owner != OWNER or not _NAME.fullmatch(name):
+        owner, _, name = model.rpartition("/")
+        is_of_account = owner.startswith(OF_ACCOUNTS) and _OWNER_FOLDER.fullmatch(owner.removeprefix(OF_ACCOUNTS))
+        if not (owner == OWNER or is_of_account) or not _NAME.fullmatch(name):
             raise ModelNotFound(f"{model[:100]} is not a predictor: their names are {OWNER}/NAME")
-        return self.root / name
+        return self.root / name if owner == OWNER else self._folder_of(owner) / name
+
+    def _folder_of(self, owner: str) -> Path:
+        """The folder of an account's models: no model of the operator's has a name that begins so."""
+        return self.root / f"@{owner.removeprefix(OF_ACCOUNTS)}"
+
+    def _folders(self) -> Iterator[Path]:
+        """The folders of all models, of accounts and the operator."""
+        yield from self.root.glob("[!.@]*")
+        yield from self.root.glob("@*/[!.]*")
+
+    def bytes_of(self, account: str) -> int:
+        """Bytes that the models of an account take, with the environments and weights that they use."""
+        folder = self._folder_of(pushed_id(account, "x").rpartition("/")[0])
+        used = {
+            shared
+            for model in folder.glob("[!.]*")
+            for manifest in _manifests(model)
+            for path in (*manifest.folders, *(each for each, _ in manifest.mounts))
+            for root in (self._environments, self._weights)
+            if (shared := _child(root, Path(path))) is not None
+        }
+        return sum(map(folder_bytes, (folder, *used)))
 
     def used_bytes(self) -> int:
         """Bytes that all pushed models take. Removes what pushes that were killed have left behind."""
-        for folder in (self._environments, *self.root.glob("[!.]*")):
+        for folder in (self._environments, *self._folders()):
             with suppress(OSError), (folder / ".lock").open("r+") as lock:  # a push that runs has it
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 _remove_staging(folder)
@@ -203,7 +230,18 @@ class PredictorVersions:
     def remove(self, model: str) -> None:
         """Remove all versions of a model, and the environments and weights that no other model uses."""
         shutil.rmtree(self.folder(model), ignore_errors=True)
-        left = [manifest for folder in self.root.glob("[!.]*") for manifest in self.list(f"{OWNER}/{folder.name}")]
+        self.remove_unused()
+
+    def discard(self, manifest: Manifest) -> None:
+        """Remove a version that was never served, and what no other version uses."""
+        shutil.rmtree(self.path(manifest).parent, ignore_errors=True)
+        if not self.list(manifest.model):
+            shutil.rmtree(self.folder(manifest.model), ignore_errors=True)
+        self.remove_unused()
+
+    def remove_unused(self) -> None:
+        """Remove the environments and weights that no version uses."""
+        left = [manifest for folder in self._folders() for manifest in _manifests(folder)]
         used = {each for manifest in left for each in (*manifest.folders, *(path for path, _ in manifest.mounts))}
         remove_unused(self._weights, used)
         environments.remove_unused(self._environments, used)
@@ -220,6 +258,18 @@ def check_name(given: str) -> str:
     if not _NAME.fullmatch(name):
         raise BadInput(f"{name[:80]!r} cannot be a model's name: use letters, digits, '.', '_' and '-'", param="name")
     return name
+
+
+def _manifests(folder: Path) -> list[Manifest]:
+    """The versions in a model's folder, oldest first."""
+    paths = [path for path in folder.glob(f"v*/{MANIFEST}") if _FOLDER.fullmatch(path.parent.name)]
+    found = [msgspec.json.decode(path.read_bytes(), type=Manifest) for path in paths]
+    return sorted(found, key=lambda manifest: manifest.version)
+
+
+def _child(root: Path, path: Path) -> Path | None:
+    """The folder in `root` that has the path. Returns None if the path is elsewhere."""
+    return root / path.relative_to(root).parts[0] if path.is_relative_to(root) and path != root else None
 
 
 def _remove_staging(folder: Path) -> None:

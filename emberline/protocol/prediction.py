@@ -76,10 +76,19 @@ class Pushed(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()  # about the project, for the person who pushes it
 
 
+class VersionRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A version of a pushed model in a list."""
+
+    version: int
+    digest: str
+    served: bool
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A version of a predictor: `manifest.json` in the version's folder, beside the project's files in `src`."""
 
-    model: str  # "@me/name"
+    model: str  # the id: "@me/name", or "@accounts/alice/name"
+    account: str = ""  # whose model it is; empty: the operator's
     version: int
     digest: str  # of the project, its environment and its settings
     reference: str  # "predict.py:Predictor"

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Protocol
 
@@ -13,18 +14,25 @@ from emberline.catalog.offers import ModelMemory, Offer
 from emberline.catalog.pull import pull
 from emberline.catalog.store_watch import wait_until_offered
 from emberline.protocol.errors import Forbidden, ModelNotFound
-from emberline.protocol.prediction import Pushed, Resources
+from emberline.protocol.prediction import Pushed, Resources, VersionRow
 
+MAX_PUSHES = 4  # concurrently
 Update = str | DownloadProgress  # a sentence for the person who waits, or how far the download is
 
 
 class Pushes(Protocol):
     """Adds models that come over HTTP. `RemotePushes`."""
 
-    def check(self) -> None: ...
+    def check(self, account: str) -> None: ...
 
-    def push(self, archive: bytes, name: str, resources: Resources) -> Pushed:
+    def push(self, archive: bytes, name: str, resources: Resources, account: str) -> Pushed:
         """Blocks for as long as packages take to install."""
+
+    def versions(self, account: str, name: str) -> list[VersionRow]: ...
+
+    def roll_back(self, account: str, name: str, version: int | None) -> list[VersionRow]: ...
+
+    def remove(self, account: str, name: str) -> None: ...
 
 
 class ModelPulls:
@@ -34,18 +42,32 @@ class ModelPulls:
         self._store = store
         self._memory = memory
         self._pushes = pushes  # None: this server takes no models over HTTP
+        self._pushing = ThreadPoolExecutor(MAX_PUSHES, thread_name_prefix="push")  # others wait for a thread
 
-    def check_push(self) -> None:
-        """Raise Forbidden unless models may be pushed over HTTP."""
+    def pushes(self, account: str) -> Pushes:
+        """The models that were pushed over HTTP. Raises Forbidden unless the account (empty: the operator) may push."""
         if self._pushes is None:
             raise Forbidden("this server takes no models over HTTP")
-        self._pushes.check()
+        self._pushes.check(account)
+        return self._pushes
 
-    async def push(self, archive: bytes, name: str, resources: Resources) -> Pushed:
+    async def push(self, archive: bytes, name: str, resources: Resources, account: str) -> Pushed:
         """Add a version of a predictor from an archive of its project. A caller may go away meanwhile."""
-        self.check_push()
-        assert self._pushes is not None
-        return await asyncio.shield(asyncio.to_thread(self._pushes.push, archive, name, resources))
+        pushes = self.pushes(account)
+        loop = asyncio.get_running_loop()
+        return await asyncio.shield(loop.run_in_executor(self._pushing, pushes.push, archive, name, resources, account))
+
+    async def versions(self, account: str, name: str) -> list[VersionRow]:
+        """The versions of a model that the account has pushed."""
+        return await asyncio.to_thread(self.pushes(account).versions, account, name)
+
+    async def roll_back(self, account: str, name: str, version: int | None) -> list[VersionRow]:
+        """Serve an earlier version of a model that the account has pushed."""
+        return await asyncio.shield(asyncio.to_thread(self.pushes(account).roll_back, account, name, version))
+
+    async def remove(self, account: str, name: str) -> None:
+        """Remove a model that the account has pushed."""
+        await asyncio.shield(asyncio.to_thread(self.pushes(account).remove, account, name))
 
     async def offers(self) -> list[Offer]:
         """Every model of the catalog, the smallest first, with whether it fits this machine and is here."""

@@ -6,19 +6,28 @@ import lzma
 import random
 import tarfile
 import tracemalloc
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
+from emberline.catalog.model_card import pushed_id
+from emberline.catalog.model_store import ModelStore
 from emberline.config import PredictorsConfig
+from emberline.predictor.environments import Environment
 from emberline.predictor.fetch import locked
 from emberline.predictor.remote_push import RemotePushes, pack, unpack
 from emberline.predictor.versions import PredictorVersions
-from emberline.protocol.errors import BadInput, Forbidden, TooLarge
+from emberline.protocol.errors import BadInput, Forbidden, ModelNotFound, TooLarge, Unsupported
 from emberline.protocol.prediction import Resources, read_resources
 from tests.predictor.conftest import write_project
 
 SOURCE = "class Runner:\n    def run(self, a: str) -> str:\n        return a\n"
+ACCOUNTS = st.from_regex(r"[ABab][ABab_-]{0,5}", fullmatch=True) | st.just("")
+NAMES = st.from_regex(r"[ab][ab._-]{0,5}", fullmatch=True)
 ALLOWED = PredictorsConfig(remote_push="admins")
 
 
@@ -145,3 +154,120 @@ def test_bounds_come_from_the_query() -> None:
 @pytest.fixture
 def versions_of_nothing(tmp_path: Path) -> PredictorVersions:
     return PredictorVersions(tmp_path / "home")
+
+
+OPEN = PredictorsConfig(remote_push="accounts", account_bytes=8 << 20)
+
+
+@pytest.fixture
+def pushes(tmp_path: Path) -> RemotePushes:
+    """Accounts may push; the environment of every model is the same folder."""
+    home = tmp_path / "home"
+    shared = home / "predictors" / ".environments" / "shared"
+
+    def build(root: Path, requirements: Sequence[str], python: str, on_line: Callable[[str], None]) -> Environment:
+        (shared / "bin").mkdir(parents=True, exist_ok=True)
+        for name in ("lock.txt", "bin/python"):
+            (shared / name).write_text("x")
+        return Environment("shared", str(shared / "bin" / "python"), (str(shared),))
+
+    return RemotePushes(home, OPEN, PredictorVersions(home, build))
+
+
+def project(tmp_path: Path, config: str = "", size: int = 0) -> bytes:
+    folder = write_project(tmp_path / "project", SOURCE, config=config)
+    (folder / "data").write_bytes(random.Random(0).randbytes(size))
+    return pack(folder)
+
+
+@pytest.mark.parametrize(("setting", "account"), [("off", ""), ("off", "alice"), ("admins", "alice")])
+def test_who_may_push_is_the_operators_to_say(setting: Any, account: str, tmp_path: Path) -> None:
+    pushes = RemotePushes(tmp_path, PredictorsConfig(remote_push=setting))
+    acts: list[Callable[[], Any]] = [
+        lambda: pushes.push(b"", "thing", Resources(), account),
+        lambda: pushes.versions(account, "thing"),
+        lambda: pushes.roll_back(account, "thing", 1),
+        lambda: pushes.remove(account, "thing"),
+    ]
+    for act in acts:
+        with pytest.raises(Forbidden, match="remote_push"):
+            act()
+
+
+def test_models_of_accounts_are_their_own(pushes: RemotePushes, tmp_path: Path) -> None:
+    archive, store = project(tmp_path), ModelStore(tmp_path / "home")
+    for account in ("", "alice", "Alice", "alice", "bob"):
+        assert pushes.push(archive, "thing", Resources(), account).id == "@me/thing"
+    assert [entry.card.id for entry in store.entries()] == [
+        *("@accounts/a.lice/thing", "@accounts/alice/thing", "@accounts/bob/thing", "@me/thing")
+    ]
+    assert [row.served for row in pushes.versions("alice", "@me/thing")] == [False, True]
+    assert [row.served for row in pushes.roll_back("alice", "thing", None)] == [True, False]
+    assert [row.version for row in pushes.versions("bob", "thing")] == [1]
+    with pytest.raises(BadInput, match="no version before 1"):
+        pushes.roll_back("bob", "thing", None)
+    with pytest.raises(ModelNotFound, match="no version 2"):
+        pushes.roll_back("bob", "thing", 2)
+    for name in ("../bob/thing", "@accounts/bob/thing", "bob/thing", ""):
+        with pytest.raises(BadInput, match="cannot be a model's name"):
+            pushes.remove("alice", name)
+    pushes.remove("alice", "thing")
+    with pytest.raises(ModelNotFound, match="no model @me/thing was pushed here"):
+        pushes.versions("alice", "thing")
+    left = [entry.card.id for entry in store.entries()]
+    assert left == ["@accounts/a.lice/thing", "@accounts/bob/thing", "@me/thing"]
+    environment = tmp_path / "home" / "predictors" / ".environments" / "shared"
+    for account in ("", "Alice", "bob"):
+        assert environment.exists(), "others use it"
+        pushes.remove(account, "thing")
+    assert not environment.exists()
+
+
+def test_an_account_has_a_quota_and_bounds(pushes: RemotePushes, tmp_path: Path) -> None:
+    for number in range(2):
+        pushes.push(project(tmp_path, size=3 << 20), f"thing-{number}", Resources(), "alice")
+    with pytest.raises(TooLarge, match=r"more on this server \(\[predictors\] account_bytes\)"):
+        pushes.push(project(tmp_path, size=3 << 20), "thing-2", Resources(), "alice")
+    pushes.push(project(tmp_path, size=3 << 20), "thing-0", Resources(), "bob")
+    pushes.remove("alice", "thing-0")
+    pushes.push(project(tmp_path, size=3 << 20), "thing-2", Resources(), "alice")
+    for wrong in (Resources(memory_bytes=4 << 30), Resources(cpus=2), Resources(predict_s=1e5)):
+        with pytest.raises(Forbidden, match="of an account's model is at most"):
+            pushes.push(project(tmp_path), "large", wrong, "alice")
+        pushes.push(project(tmp_path), "large", wrong)
+    with pytest.raises(Forbidden, match="no GPU"):
+        pushes.push(project(tmp_path, "build:\n  gpu: true\n"), "fast", Resources(), "bob")
+
+
+def test_packages_count_in_the_quota_of_an_account(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    shared = home / "predictors" / ".environments" / "shared"
+
+    def build(root: Path, requirements: Sequence[str], python: str, on_line: Callable[[str], None]) -> Environment:
+        shared.mkdir(parents=True)
+        (shared / "lock.txt").write_bytes(bytes(9 << 20))
+        return Environment("shared", str(shared / "lock.txt"), (str(shared),))
+
+    pushes = RemotePushes(home, OPEN, PredictorVersions(home, build))
+    with pytest.raises(TooLarge, match="would take 9 MiB with their packages and weights, of the 8 MiB"):
+        pushes.push(project(tmp_path), "thing", Resources(), "alice")
+    assert ModelStore(home).entries() == []
+    assert not shared.exists()
+    weights = "weights:\n  - name: w\n    target: /src/w\n    source:\n      uri: hf://org/name\n"
+    with pytest.raises(Unsupported, match="was not granted"):
+        pushes.push(project(tmp_path, weights), "thing", Resources(), "alice")
+    assert not shared.exists(), "a push that fails leaves no packages"
+
+
+@given(st.lists(st.tuples(ACCOUNTS, NAMES), min_size=2, max_size=2, unique=True))
+@example([("a--b", "c"), ("a", "b--c")])
+@example([("Alice", "x"), ("alice", "x")])
+@example([("a", "x"), ("", "a--x")])
+@example([("me", "x"), ("", "x")])
+def test_no_two_models_of_accounts_share_a_folder(pair: list[tuple[str, str]]) -> None:
+    store, versions = ModelStore(Path("/home")), PredictorVersions(Path("/home"))
+    first, second = (pushed_id(*each) for each in pair)
+    assert first.lower() == first
+    assert first != second
+    assert store.folder(first) != store.folder(second)
+    assert versions.folder(first) != versions.folder(second)

@@ -5,8 +5,9 @@ from collections import Counter
 import msgspec
 import pytest
 
+from emberline.accounts.stored_provider import EVERY_ACCOUNT
 from emberline.catalog.aliases import Aliases, configured_table
-from emberline.catalog.model_card import CogSource, ModelCard, PathSource
+from emberline.catalog.model_card import CogSource, ModelCard, PathSource, pushed_id
 from emberline.catalog.model_files import ModelFiles
 from emberline.cluster.served_models import ServedModels
 from emberline.config import ProviderConfig
@@ -43,6 +44,40 @@ def test_the_words_of_a_predictor_are_shown_to_operators_alone() -> None:
     assert models.problem(predictor, ANYONE) == "the predictor failed"
     assert models.problem(own, ANYONE) == served.problems[own.id], "an engine's words have no input"
     assert models.problem(card(OLD), ANYONE) == ""
+
+
+def test_an_accounts_own_models() -> None:
+    served = ServedModels()
+
+    def pushed(account: str, version: int) -> ModelFiles:
+        found = card(pushed_id(account, "thing"))
+        source = CogSource(version=version, digest="", input={}, output={}, account=account)
+        return ModelFiles(msgspec.structs.replace(found, source=source, aliases=()), f"/{version}")
+
+    served.offer([pushed("alice", 1), pushed("bob", 2), ModelFiles(card(OLD), "/old")])
+    models = Models(served, UpstreamModels(()), Aliases(configured_table({"best": {"@accounts/alice/thing": 1}})))
+
+    def version(name: str, account: str | None) -> int:
+        predictor = models.find(name, account).predictor
+        return 0 if predictor is None else predictor.version
+
+    for name in ("@me/thing", "@ME/Thing"):
+        assert version(name, "alice") == 1
+        assert version(name, "bob") == 2
+        with pytest.raises(ModelNotFound, match=f"there are {OLD}$"):
+            models.find(name, "carol")
+    assert version("@accounts/alice/thing", "alice") == version("best", "alice") == 1
+    assert version("@accounts/alice/thing", None) == 1, "the operator sees all"
+    for hidden in ("@accounts/alice/thing", "best", "thing"):
+        for account in ("bob", "Alice", EVERY_ACCOUNT):
+            with pytest.raises(ModelNotFound):
+                models.find(hidden, account)
+    served.offer([pushed("alice", 1), pushed("", 3)])
+    assert [version("@me/thing", account) for account in ("alice", "bob", None)] == [1, 3, 3]
+    models.check_scope(models.find("@me/thing", "alice"), Principal("alice", models=("@me/*",)))
+    served.problems = {"@accounts/alice/thing": "the predictor failed: why"}
+    own = models.find("@me/thing", "alice")
+    assert models.problem(own, Principal("alice")) == "the predictor failed: why"
 
 
 def test_names() -> None:

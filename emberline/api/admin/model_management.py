@@ -9,10 +9,11 @@ from emberline.api.http.exchange import HttpExchange, Reply, json_reply, while_c
 from emberline.catalog.aliases import ModelName as AliasName
 from emberline.catalog.aliases import Targets
 from emberline.protocol.errors import BadInput, Forbidden
-from emberline.protocol.prediction import read_resources
+from emberline.protocol.prediction import VersionRow, read_resources
 
 _BYTES = {"type": "integer", "minimum": 1}
 _SECONDS = {"type": "number"}
+VERSIONS_QUERY = {"model": {"type": "string"}}
 PUSH_QUERY = {
     "name": {"type": "string"},
     **{"memory_bytes": _BYTES, "scratch_bytes": _BYTES, "cpus": _SECONDS, "setup_s": _SECONDS, "predict_s": _SECONDS},
@@ -50,6 +51,11 @@ class ModelName(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     model: str  # id or alias
 
 
+class Rollback(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    model: str  # "@me/name"
+    version: int | None = None  # None: the one before the served one
+
+
 async def available(call: HttpExchange) -> Reply:
     """Models that `POST /api/pull` can add to this machine by name, with size, licence and whether they fit.
 
@@ -63,15 +69,59 @@ async def push(call: HttpExchange) -> Reply:
     """Add a version of a predictor: the body is a tar archive of its project, the query its name and bounds.
 
     Answered when its packages are installed."""
-    if not call.has_pulls:
-        raise Forbidden("this server takes no models over HTTP")
-    call.pulls.check_push()
+    account = _pusher(call)
     if not (name := call.query.get("name", "")):
         raise BadInput("`name` of the model is needed in the query", param="name")
     call.audit_target = name[:256]
     resources = read_resources(call.query)
-    pushed = await call.pulls.push(await read_body(call, any_type=True), name, resources)
+    pushed = await call.pulls.push(await read_body(call, any_type=True), name, resources, account)
+    await _audit(call, "push", account)
     return json_reply(msgspec.structs.asdict(pushed))
+
+
+async def versions(call: HttpExchange) -> Reply:
+    """List the versions of a model that the caller's account has pushed."""
+    account = _pusher(call)
+    return _versions_reply(await call.pulls.versions(account, call.query.get("model", "")))
+
+
+async def roll_back(call: HttpExchange) -> Reply:
+    """Serve an earlier version of a model that the caller's account has pushed; running predictions end first."""
+    account, body = _pusher(call), await read_json(call, Rollback)
+    call.audit_target = body.model[:256]
+    rows = await call.pulls.roll_back(account, body.model, body.version)
+    await _audit(call, "rollback", account)
+    return _versions_reply(rows)
+
+
+async def remove_pushed(call: HttpExchange) -> Reply:
+    """Remove a model that the caller's account has pushed, with all its versions."""
+    account, body = _pusher(call), await read_json(call, ModelName)
+    call.audit_target = body.model[:256]
+    await call.pulls.remove(account, body.model)
+    await _audit(call, "remove", account)
+    return json_reply({"removed": body.model})
+
+
+def _pusher(call: HttpExchange) -> str:
+    """The account whose models the caller pushes; empty: the operator's. Raises Forbidden if it may push none."""
+    if not call.has_pulls:
+        raise Forbidden("this server takes no models over HTTP")
+    account = "" if call.principal.is_admin else call.principal.account
+    call.pulls.pushes(account)
+    return account
+
+
+async def _audit(call: HttpExchange, act: str, account: str) -> None:
+    """Record a change of the account's pushed models."""
+    if call.has_accounts:
+        await call.accounts.audit.record(
+            call.actor(), f"POST /api/models/{act}", call.audit_target, {"account": account}
+        )
+
+
+def _versions_reply(rows: list[VersionRow]) -> Reply:
+    return json_reply({"object": "list", "data": [msgspec.structs.asdict(row) for row in rows]})
 
 
 async def load(call: HttpExchange) -> Reply:

@@ -252,16 +252,21 @@ class HttpExchange:
             caller = self._auth.check(self.scope["headers"])
         except EmberlineError:
             return []
-        return [card for card in self.service.models.cards() if caller.may_use((card.id, *card.aliases))]
+        return self._seen_by(caller)
 
     def models(self) -> "list[ModelCard]":
         """Models that the caller may use, with the prices that are valid now."""
-        cards = [card for card in self.service.models.cards() if self.principal.may_use((card.id, *card.aliases))]
+        cards = self._seen_by(self.principal)
         if self._accounts is None:
             return cards
         prices, now_us = self._accounts.prices.table, time.time_ns() // 1000
         current = {card.id: prices.find(card.id, now_us) for card in cards if prices.history(card.id)}
         return [msgspec.structs.replace(card, price=current.get(card.id, card.price)) for card in cards]
+
+    def _seen_by(self, caller: "Principal") -> "list[ModelCard]":
+        account = None if caller.is_admin else caller.account
+        cards = [card for card in self.service.models.cards() if card.is_seen_by(account)]
+        return [card for card in cards if caller.may_use((card.id, *card.aliases))]
 
     @property
     def webhooks(self) -> "WebhookService":

@@ -1,0 +1,88 @@
+"""Models that keys push over HTTP: who may, whose they are, and that they are in the audit log."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from emberline.accounts.account_service import AccountService
+from emberline.accounts.audit_log import Actor
+from emberline.catalog.model_card import CogSource
+from emberline.catalog.model_store import ModelStore
+from emberline.catalog.offers import ModelMemory
+from emberline.config import PredictorsConfig
+from emberline.predictor.environments import Environment
+from emberline.predictor.remote_push import RemotePushes, pack
+from emberline.predictor.versions import PredictorVersions
+from emberline.service.model_pulls import ModelPulls
+from tests.api.fake_service import CARDS, KEY, FakeModels, FakeService, client_of
+from tests.predictor.conftest import write_project
+
+SOURCE = "class Runner:\n    def run(self, a: str) -> str:\n        return a\n"
+LISTS = ("/v1/models", "/client/v4/accounts/me/ai/models/search", "/api/tags", "/openapi.json")
+
+
+def build(root: Path, requirements: Sequence[str], python: str, on_line: Callable[[str], None]) -> Environment:
+    """No environment: nothing is run."""
+    return Environment("none", "/bin/sh", ())
+
+
+async def keys_of(accounts: AccountService) -> dict[str, dict[str, str]]:
+    """Headers with a key of each account, and with the operator's."""
+    texts = {who: (await accounts.create_key(Actor("test"), who)).key.text for who in ("alice", "bob")}
+    return {who: {"authorization": f"Bearer {text}"} for who, text in {**texts, "operator": KEY}.items()}
+
+
+@pytest.mark.parametrize("setting", ["off", "admins", "accounts"])
+async def test_keys_push_roll_back_and_remove_their_own_models(
+    setting: Any, service: FakeService, accounts: AccountService, tmp_path: Path
+) -> None:
+    pushes = RemotePushes(tmp_path, PredictorsConfig(remote_push=setting), PredictorVersions(tmp_path, build))
+    pulls = ModelPulls(ModelStore(tmp_path), lambda: ModelMemory(8 << 30, False), pushes)
+    archive, keys = pack(write_project(tmp_path / "project", SOURCE)), await keys_of(accounts)
+    may_push = {"off": (), "admins": ("operator",), "accounts": ("operator", "alice")}[setting]
+    async with client_of(service, KEY, accounts=accounts, pulls=pulls) as client:
+
+        async def ask(who: str, path: str, body: Any) -> httpx.Response:
+            content = {"content": body} if isinstance(body, bytes) else {"json": body}
+            return await client.post(f"/api/models/{path}", headers=keys[who], **content)
+
+        for who in ("operator", "alice"):
+            pushed = [await ask(who, "push?name=thing", archive) for _ in range(2)]
+            assert [each.status_code for each in pushed] == [200 if who in may_push else 403] * 2, pushed[0].text
+            rolled = await ask(who, "rollback", {"model": "@me/thing"})
+            if who not in may_push:
+                assert rolled.status_code == 403
+                assert "remote_push" in rolled.json()["error"]["message"]
+                continue
+            assert [row["served"] for row in rolled.json()["data"]] == [True, False]
+            for path, body in (("rollback", {"model": "thing"}), ("remove", {"model": "thing"})):
+                other = await ask("bob", path, body)
+                assert other.status_code == (404 if setting == "accounts" else 403), other.text
+            found = await client.get("/api/models/versions?model=thing", headers=keys[who])
+            assert [row["version"] for row in found.json()["data"]] == [1, 2]
+            large = await ask(who, "push?name=large&cpus=9", archive)
+            assert large.status_code == (200 if who == "operator" else 403), large.text
+        if "alice" in may_push:
+            assert (await ask("alice", "remove", {"model": "thing"})).json() == {"removed": "thing"}
+            assert (await ask("alice", "rollback", {"model": "thing"})).status_code == 404
+            acts = [(entry.act, entry.target, entry.details) for entry in await accounts.audit.entries(limit=1)]
+            assert acts == [("POST /api/models/remove", "thing", '{"account":"alice"}')]
+    left = {entry.card.id for entry in ModelStore(tmp_path).entries()}
+    assert left == ({"@me/thing", "@me/large"} if may_push else set())
+
+
+async def test_models_of_an_account_are_listed_to_it_alone(service: FakeService, accounts: AccountService) -> None:
+    source = CogSource(version=1, digest="", input={}, output={}, account="alice")
+    own = msgspec.structs.replace(CARDS[0], id="@accounts/alice/thing", aliases=("@me/thing",), source=source)
+    service.models = FakeModels([*CARDS, own])
+    keys = await keys_of(accounts)
+    async with client_of(service, KEY, accounts=accounts) as client:
+        for who, sees in (("alice", True), ("operator", True), ("bob", False)):
+            for path in LISTS:
+                found = await client.get(path, headers=keys[who])
+                assert CARDS[0].id in found.text
+                assert ("/alice/thing" in found.text) is sees, (who, path)
