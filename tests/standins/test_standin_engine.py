@@ -212,10 +212,12 @@ def test_engine_exits_with_its_parent(tmp_path, state):
 
 def test_a_worker_that_was_started_by_hand_outlives_its_shell(tmp_path):
     path = tmp_path / "a.sock"
-    start_it = f"{sys.executable} -m {STANDIN} --socket {path} > {tmp_path}/ready 2>&1 < /dev/null & echo $!"
-    pid = int(subprocess.run(["sh", "-c", start_it], stdout=subprocess.PIPE, text=True, check=True).stdout)
+    start_it = f"{sys.executable} -m {STANDIN} --socket {path} > {tmp_path}/ready 2>&1 < /dev/null & echo $!; read end"
+    (tmp_path / "ready").touch()
+    with subprocess.Popen(["sh", "-c", start_it], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as shell:
+        pid = int(shell.stdout.readline())
+        wait_until(lambda: "ready" in (tmp_path / "ready").read_text())  # the shell ends after the worker has started
     try:
-        wait_until(lambda: "ready" in (tmp_path / "ready").read_text())  # its parent is gone since long
         with Client(f"unix:{path}", token="") as client:
             client.submit(request("r", [7], max_tokens=1))
             client.finish("r")
