@@ -281,6 +281,7 @@ _GATEWAY: tuple[_Row, ...] = (
 )
 
 
+_PUSHES = (models.push, models.versions, models.roll_back, models.remove_pushed)
 _OF_ANY_API = (resumable.resume, resumable.cancel, binding.wrapped)
 
 
@@ -296,7 +297,9 @@ def _route(method: str, path: str, policy: Policy, dialect: Dialect, *rest: Any)
         route = replace(route, opens_websocket=True)
     if path.startswith(GATEWAY) or rest[0] in _OF_ANY_API:
         return replace(route, api=ANY_API)
-    return replace(route, api=APIS[_first_word(path)]) if policy is Policy.KEY else route
+    return (
+        replace(route, api=APIS["push" if rest[0] in _PUSHES else _first_word(path)]) if policy is Policy.KEY else route
+    )
 
 
 def _first_word(path: str) -> str:

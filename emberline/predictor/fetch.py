@@ -39,6 +39,7 @@ class FetchGrant(msgspec.Struct, frozen=True, kw_only=True):
     hosts: tuple[str, ...] = ()
     allowed_networks: tuple[str, ...] = ()  # private ranges that hosts may be in
     max_bytes: int = MAX_FETCHED_BYTES
+    is_operators: bool = True  # False: what the operator's token of the hub opens is refused
     insists: bool = False  # also where this machine cannot keep the predictor in
 
 
@@ -165,9 +166,10 @@ def _download(weights: Weights, shared: Path, grant: FetchGrant, on_line: Callab
 
     disable_progress_bars()
     endpoint = os.environ.get("HF_ENDPOINT") or None
+    token = None if grant.is_operators else False  # None: the operator's, where there is one
     include, exclude = list(weights.include) or None, list(weights.exclude) or None
     try:
-        info = HfApi(endpoint=endpoint).model_info(
+        info = HfApi(endpoint=endpoint, token=token).model_info(
             weights.repository, revision=weights.revision or None, files_metadata=True
         )
         listed = {item.rfilename: item.size or 0 for item in info.siblings or []}
@@ -188,6 +190,7 @@ def _download(weights: Weights, shared: Path, grant: FetchGrant, on_line: Callab
                     revision=info.sha,
                     local_dir=staging,
                     endpoint=endpoint,
+                    token=token,
                     allow_patterns=include,
                     ignore_patterns=exclude,
                 )

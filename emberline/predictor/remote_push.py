@@ -9,7 +9,6 @@ import lzma
 import shutil
 import tarfile
 import tempfile
-import threading
 import zlib
 from pathlib import Path, PurePosixPath
 from typing import Self
@@ -32,26 +31,54 @@ from emberline.predictor.versions import (
     PushSettings,
     check_name,
 )
-from emberline.protocol.errors import BadInput, Conflict, EmberlineError, Forbidden, ModelNotFound, TooLarge
+from emberline.protocol.errors import BadInput, EmberlineError, Forbidden, ModelNotFound, TooLarge
 from emberline.protocol.prediction import Manifest, Pushed, Resources, VersionRow
 from emberline.protocol.sizes import format_limit
 
-MAX_HEADER_BYTES = 1 << 20  # of a long name, or of what pax adds to one: `tarfile` reads it whole
-_LONG_HEADERS = (
-    *(tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE),
-    *(tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK),
-)
+MAX_HEADER_BYTES = 256 << 10  # of a long name, or of what pax adds to one: `tarfile` reads it whole
+_PAX = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE)
+_LONG_HEADERS = (*_PAX, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
 
 
 class _Member(tarfile.TarInfo):
-    """A member with bounded further headers: a small compressed archive can have one that fills the memory."""
+    """A member with bounded further headers: a small compressed archive can have one that fills the memory, or that
+    `tarfile` takes hours to read. Of what pax adds, only the name counts."""
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
         found = super().frombuf(buf, encoding, errors)
         if found.type in _LONG_HEADERS and found.size > MAX_HEADER_BYTES:
             raise BadInput(f"the archive has a header of {format_limit(found.size)}, which is no name of a file")
+        if found.type == tarfile.GNUTYPE_SPARSE:  # with a map of any length
+            raise BadInput("the archive has a sparse file: make it without `--sparse`")
+        if found.size < 0:  # which would lead back in the archive
+            raise BadInput("the archive has a file whose size is below 0")
         return found
+
+    def _proc_pax(self, archive: tarfile.TarFile) -> tarfile.TarInfo:
+        """The member that the header adds to."""
+        assert archive.fileobj is not None
+        fields = _pax_fields(archive.fileobj.read(-(-self.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE)[: self.size])
+        if "size" in fields or any(name.startswith("GNU.sparse.") for name in fields):
+            raise BadInput("the archive has a sparse file, or one of 8 GiB or more")
+        found = self.fromtarfile(archive)
+        if "path" in fields and self.type != tarfile.XGLTYPE:
+            found.name = fields["path"]
+        return found
+
+
+def _pax_fields(header: bytes) -> dict[str, str]:
+    """The records "LENGTH NAME=VALUE\n" of a header. Raises BadInput. Takes linear time."""
+    found, at = {}, 0
+    while at < len(header) and header[at]:
+        digits, space, _ = header[at : at + 8].partition(b" ")
+        end = at + int(digits) if space and digits.isdigit() else 0
+        name, equals, value = header[at + len(digits) + 1 : max(0, end - 1)].partition(b"=")
+        if not equals or header[end - 1 : end] != b"\n":
+            raise BadInput("the archive has a pax header that is not valid")
+        found[name.decode("utf-8", "replace")] = value.decode("utf-8", "surrogateescape")
+        at = end
+    return found
 
 
 class RemotePushes:
@@ -59,8 +86,6 @@ class RemotePushes:
 
     def __init__(self, home: Path, settings: PredictorsConfig, versions: PredictorVersions | None = None) -> None:
         self._home, self._settings = home, settings
-        self._pushing: set[str] = set()  # accounts
-        self._lock = threading.Lock()
         self._versions = versions or PredictorVersions(home)
 
     def check(self, account: str) -> None:
@@ -82,22 +107,15 @@ class RemotePushes:
         Raises what `PredictorVersions.push` does, Conflict if a push of the account runs, and Forbidden for bounds that
         accounts do not get."""
         self.check(account)
-        if account:
-            self._check_resources(resources)
-        with self._lock:
-            if account and account in self._pushing:
-                raise Conflict("another push of this account has not ended: wait for it")
-            self._pushing.add(account)
-        try:
-            return self._push(archive, name, resources, account)
-        except EmberlineError:
-            with self._lock:
-                if account and len(self._pushing) == 1:  # packages of a push that runs are not in use yet
-                    self._versions.remove_unused()
-            raise
-        finally:
-            with self._lock:
-                self._pushing.discard(account)
+        if not account:
+            return self._push(archive, name, resources, "")
+        self._check_resources(resources)
+        with self._versions.sole_push(account):
+            try:
+                return self._push(archive, name, resources, account)
+            except EmberlineError:
+                self._versions.remove_unused()
+                raise
 
     def versions(self, account: str, name: str) -> list[VersionRow]:
         """The versions of the account's model, oldest first. Raises ModelNotFound."""
@@ -153,6 +171,7 @@ class RemotePushes:
                 hosts=self._settings.fetch_hosts,
                 allowed_networks=self._settings.allowed_networks,
                 max_bytes=max(0, min(self._settings.max_fetched_bytes, left - folder_bytes(project))),
+                is_operators=not account,
             )
             manifest = self._versions.push(
                 project, PushSettings(name=name, account=account, resources=resources, fetch=grant), lines.append
@@ -182,7 +201,8 @@ def unpack(archive: bytes, folder: Path, max_bytes: int, setting: str = "max_byt
     n_bytes = n_files = 0
     try:
         with tarfile.open(fileobj=io.BytesIO(archive), tarinfo=_Member) as members:
-            for member in members:
+            while (member := members.next()) is not None:
+                members.members.clear()  # type: ignore[attr-defined]  # with their names, which may be long
                 path = PurePosixPath(member.name)
                 if path.is_absolute() or ".." in path.parts or not (member.isfile() or member.isdir()):
                     raise BadInput(f"the archive has {member.name[:200]!r}, which is no file or folder inside of it")
@@ -202,7 +222,7 @@ def unpack(archive: bytes, folder: Path, max_bytes: int, setting: str = "max_byt
                 with target.open("wb") as file:
                     shutil.copyfileobj(content, file)
                 target.chmod(0o755 if member.mode & 0o100 else 0o644)
-    except (tarfile.TarError, zlib.error, lzma.LZMAError, EOFError, OSError, ValueError) as error:
+    except (tarfile.TarError, zlib.error, lzma.LZMAError, EOFError, OSError, ValueError, RecursionError) as error:
         raise BadInput(f"the body is not a tar archive of a project: {error}") from None
 
 

@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -23,7 +23,7 @@ from emberline.predictor.fetch import FetchGrant, locked, place_weights, remove_
 from emberline.predictor.image_labels import read_image
 from emberline.predictor.project import Project, read_project
 from emberline.predictor.schema import openapi, read_signature
-from emberline.protocol.errors import BadInput, ModelNotFound, TooLarge, Unavailable, Unsupported
+from emberline.protocol.errors import BadInput, Conflict, ModelNotFound, TooLarge, Unavailable, Unsupported
 from emberline.protocol.prediction import Manifest, Resources
 from emberline.protocol.sizes import format_limit
 from emberline.supervisor.sandbox.containers import find_image
@@ -76,6 +76,10 @@ class PredictorVersions:
 
         Raises BadInput, Unsupported or TooLarge, which say what the project must change, and Unavailable if its setup
         fails in the fetch phase."""
+        with self._uses_shared(fcntl.LOCK_SH):
+            return self._push(folder, settings, on_line)
+
+    def _push(self, folder: Path, settings: PushSettings, on_line: Callable[[str], None]) -> Manifest:
         project = read_project(folder)
         for notice in project.notices:
             on_line(notice)
@@ -201,6 +205,9 @@ class PredictorVersions:
         """The folder of an account's models: no model of the operator's has a name that begins so."""
         return self.root / f"@{owner.removeprefix(OF_ACCOUNTS)}"
 
+    def _owner_folder(self, account: str) -> Path:
+        return self._folder_of(pushed_id(account, "x").rpartition("/")[0])
+
     def _folders(self) -> Iterator[Path]:
         """The folders of all models, of accounts and the operator."""
         yield from self.root.glob("[!.@]*")
@@ -208,7 +215,7 @@ class PredictorVersions:
 
     def bytes_of(self, account: str) -> int:
         """Bytes that the models of an account take, with the environments and weights that they use."""
-        folder = self._folder_of(pushed_id(account, "x").rpartition("/")[0])
+        folder = self._owner_folder(account)
         used = {
             shared
             for model in folder.glob("[!.]*")
@@ -240,7 +247,32 @@ class PredictorVersions:
         self.remove_unused()
 
     def remove_unused(self) -> None:
-        """Remove the environments and weights that no version uses."""
+        """Remove the environments and weights that no version uses. While a push runs they stay for a later call: its
+        version does not name them yet."""
+        with suppress(BlockingIOError), self._uses_shared(fcntl.LOCK_EX | fcntl.LOCK_NB):
+            self._remove_unused()
+
+    @contextmanager
+    def _uses_shared(self, mode: int) -> Iterator[None]:
+        """Hold the lock of environments and weights: shared by pushes, and exclusive where some are removed."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        with (self.root / ".shared.lock").open("w") as lock:
+            fcntl.flock(lock, mode)
+            yield
+
+    @contextmanager
+    def sole_push(self, account: str) -> Iterator[None]:
+        """Hold the account's lock, among all processes. Raises Conflict while another push of the account has it."""
+        folder = self._owner_folder(account)
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / ".lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise Conflict("another push of this account has not ended: wait for it") from None
+            yield
+
+    def _remove_unused(self) -> None:
         left = [manifest for folder in self._folders() for manifest in _manifests(folder)]
         used = {each for manifest in left for each in (*manifest.folders, *(path for path, _ in manifest.mounts))}
         remove_unused(self._weights, used)

@@ -76,7 +76,8 @@ class Models:
             found = table.pick(name, caller, lambda target: self._find(target, account) is not None)
         if (card := self._find(found, account)) is not None:
             return card
-        raise self._served.not_found(found, self.upstream.providers.hint(name), account)
+        shown = found if self._served.find(found) is None else name  # no alias tells of another account's model
+        raise self._served.not_found(shown, self.upstream.providers.hint(name), account)
 
     def target(self, card: ModelCard, principal: Principal, own_key: OwnKey | None = None) -> Target:
         """The model as a request of the principal uses it; `own_key` is a provider's key that the request brings along.

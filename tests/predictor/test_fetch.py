@@ -1,9 +1,12 @@
 """The fetch phase of a push: granted hosts alone, files that stay, weights shared by versions, and a fast return."""
 
+import http.server
 import os
 import re
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -11,7 +14,7 @@ import pytest
 from emberline.net.egress_policy import EgressPolicy
 from emberline.predictor.cog_server import CogServer
 from emberline.predictor.egress_proxy import EgressProxy
-from emberline.predictor.fetch import FetchGrant, place_weights
+from emberline.predictor.fetch import HUB, FetchGrant, place_weights
 from emberline.predictor.project import Weights, read_project
 from emberline.predictor.versions import PredictorVersions, PushSettings
 from emberline.protocol.errors import BadInput, EmberlineError, TooLarge, Unavailable, Unsupported
@@ -76,6 +79,34 @@ weights:
         place_weights([hub], folder, tmp_path / "shared", FetchGrant(), lambda line: None)
     with pytest.raises(BadInput, match="which the project does not have"):
         place_weights([Weights(name="x", target="/src/x", path="x")], folder, tmp_path, FetchGrant(), print)
+
+
+@pytest.mark.parametrize("is_operators", [True, False])
+def test_an_account_gets_nothing_by_the_operators_token(
+    is_operators: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[str | None] = []
+
+    class Hub(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            given.append(self.headers["authorization"])
+            self.send_error(401)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setenv("HF_TOKEN", "hf_of_the_operator")
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    private = Weights(name="w", target="/src/w", repository="org/private")
+    with pytest.raises(Unavailable, match="refused org/private"):
+        place_weights([private], tmp_path, tmp_path, FetchGrant(hosts=(HUB,), is_operators=is_operators), print)
+    server.shutdown()
+    server.server_close()
+    assert given
+    assert ("Bearer hf_of_the_operator" in given) is is_operators
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import io
 import lzma
 import random
 import tarfile
+import time
 import tracemalloc
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,7 +22,7 @@ from emberline.predictor.environments import Environment
 from emberline.predictor.fetch import locked
 from emberline.predictor.remote_push import RemotePushes, pack, unpack
 from emberline.predictor.versions import PredictorVersions
-from emberline.protocol.errors import BadInput, Forbidden, ModelNotFound, TooLarge, Unsupported
+from emberline.protocol.errors import BadInput, Conflict, Forbidden, ModelNotFound, TooLarge, Unsupported
 from emberline.protocol.prediction import Resources, read_resources
 from tests.predictor.conftest import write_project
 
@@ -99,6 +100,75 @@ def test_an_archive_that_grows_takes_little_memory(tmp_path: Path) -> None:
     finally:
         tracemalloc.stop()
     assert (tmp_path / "q" / "a").stat().st_size == n_bytes
+
+
+def record(name: bytes, value: bytes) -> bytes:
+    """A record of a pax header: its length, which counts its own digits, and the field."""
+    rest = b" %s=%s\n" % (name, value)
+    n_digits = next(n for n in range(1, 9) if len(str(len(rest) + n)) == n)
+    return b"%d%s" % (len(rest) + n_digits, rest)
+
+
+def pax(records: bytes, kind: bytes = tarfile.XHDTYPE) -> bytes:
+    """A header that adds to the next one."""
+    header = member("x", kind)
+    header.size = len(records)
+    return header.tobuf(tarfile.GNU_FORMAT) + records + bytes(-len(records) % tarfile.BLOCKSIZE)
+
+
+def sparse(size: int) -> bytes:
+    """A sparse file that claims a size."""
+    header = bytearray(member("s", tarfile.GNUTYPE_SPARSE).tobuf(tarfile.GNU_FORMAT))
+    header[483:495] = size.to_bytes(12, "big", signed=True)
+    header[148:156] = b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header)
+    return bytes(header)
+
+
+def sized(size: int) -> bytes:
+    header = member("n")
+    header.size = size
+    return header.tobuf(tarfile.GNU_FORMAT)
+
+
+FILE = member("f").tobuf()
+
+
+@pytest.mark.parametrize(
+    ("hostile", "problem"),
+    [
+        (sparse(-(1 << 40)), "sparse file"),
+        (pax(record(b"GNU.sparse.size", b"-1000")), "sparse file"),
+        (pax(record(b"GNU.sparse.major", b"1") + record(b"GNU.sparse.minor", b"0")), "sparse file"),
+        (pax(record(b"size", b"-9999")), "8 GiB"),
+        (sized(-1024), "below 0"),
+        (pax(b"2 " * (50 << 10)), "pax header that is not valid"),
+        (pax(record(b"path", b"a") + b"7 path=a\n"), "pax header that is not valid"),
+        (pax(record(b"path", b"a")) * 2000, "is not a tar archive"),
+    ],
+)
+def test_no_header_changes_what_the_bounds_count(hostile: bytes, problem: str, tmp_path: Path) -> None:
+    large = random.Random(0).randbytes(2 << 20)
+    archive = hostile + FILE + archive_of((member("large"), large))
+    began_s = time.process_time()
+    with pytest.raises(BadInput, match=problem):
+        unpack(archive, tmp_path / "q", 1 << 20)
+    assert time.process_time() - began_s < 1
+    assert not (tmp_path / "q" / "large").exists()
+
+
+def test_long_headers_are_not_kept(tmp_path: Path) -> None:
+    n_bytes, name = 200_000, "ü" * 60 + "b" * 40
+    long = pax(record(b"comment", b"a" * n_bytes)) + pax(record(b"path", name.encode()))
+    long = pax(b"l" * n_bytes, tarfile.GNUTYPE_LONGLINK) + long
+    archive = lzma.compress((long + FILE) * 100, preset=0)
+    tracemalloc.start()
+    try:
+        unpack(archive, tmp_path / "q", 1 << 20)
+        assert tracemalloc.get_traced_memory()[1] < 20 * n_bytes
+    finally:
+        tracemalloc.stop()
+    assert [path.name for path in (tmp_path / "q").iterdir()] == [name]
 
 
 def test_it_is_off_by_default_and_has_a_quota(versions_of_nothing: PredictorVersions, tmp_path: Path) -> None:
@@ -237,6 +307,32 @@ def test_an_account_has_a_quota_and_bounds(pushes: RemotePushes, tmp_path: Path)
         pushes.push(project(tmp_path), "large", wrong)
     with pytest.raises(Forbidden, match="no GPU"):
         pushes.push(project(tmp_path, "build:\n  gpu: true\n"), "fast", Resources(), "bob")
+
+
+def test_a_push_that_runs_keeps_its_packages(tmp_path: Path) -> None:
+    """Whatever others remove meanwhile, in this process or another; and its account starts no other push."""
+    home = tmp_path / "home"
+    shared = home / "predictors" / ".environments" / "shared"
+    elsewhere = RemotePushes(home, OPEN)
+    seen: list[bool] = []
+
+    def build(root: Path, requirements: Sequence[str], python: str, on_line: Callable[[str], None]) -> Environment:
+        (shared / "bin").mkdir(parents=True, exist_ok=True)
+        for name in ("lock.txt", "bin/python"):
+            (shared / name).write_text("x")
+        if seen:
+            with pytest.raises(Conflict, match="another push of this account"):
+                elsewhere.push(archive, "other", Resources(), "alice")
+            elsewhere.remove("bob", "thing")
+        seen.append(shared.exists())
+        return Environment("shared", str(shared / "bin" / "python"), (str(shared),))
+
+    pushes, archive = RemotePushes(home, OPEN, PredictorVersions(home, build)), project(tmp_path)
+    for account in ("bob", "alice"):
+        pushes.push(archive, "thing", Resources(), account)
+    assert seen == [True, True]
+    pushes.remove("alice", "thing")
+    assert not shared.exists()
 
 
 def test_packages_count_in_the_quota_of_an_account(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def test_an_accounts_own_models() -> None:
     assert version("@accounts/alice/thing", None) == 1, "the operator sees all"
     for hidden in ("@accounts/alice/thing", "best", "thing"):
         for account in ("bob", "Alice", EVERY_ACCOUNT):
-            with pytest.raises(ModelNotFound):
+            with pytest.raises(ModelNotFound, match=f"no model {hidden} here"):
                 models.find(hidden, account)
     served.offer([pushed("alice", 1), pushed("", 3)])
     assert [version("@me/thing", account) for account in ("alice", "bob", None)] == [1, 3, 3]

@@ -8,6 +8,7 @@ from emberline.api.http.body import read_body, read_json
 from emberline.api.http.exchange import HttpExchange, Reply, json_reply, while_connected
 from emberline.catalog.aliases import ModelName as AliasName
 from emberline.catalog.aliases import Targets
+from emberline.catalog.model_card import PUSHED, pushed_id
 from emberline.protocol.errors import BadInput, Forbidden
 from emberline.protocol.prediction import VersionRow, read_resources
 
@@ -72,6 +73,7 @@ async def push(call: HttpExchange) -> Reply:
     account = _pusher(call)
     if not (name := call.query.get("name", "")):
         raise BadInput("`name` of the model is needed in the query", param="name")
+    _check_scope(call, name)
     call.audit_target = name[:256]
     resources = read_resources(call.query)
     pushed = await call.pulls.push(await read_body(call, any_type=True), name, resources, account)
@@ -81,13 +83,15 @@ async def push(call: HttpExchange) -> Reply:
 
 async def versions(call: HttpExchange) -> Reply:
     """List the versions of a model that the caller's account has pushed."""
-    account = _pusher(call)
-    return _versions_reply(await call.pulls.versions(account, call.query.get("model", "")))
+    account, model = _pusher(call), call.query.get("model", "")
+    _check_scope(call, model)
+    return _versions_reply(await call.pulls.versions(account, model))
 
 
 async def roll_back(call: HttpExchange) -> Reply:
     """Serve an earlier version of a model that the caller's account has pushed; running predictions end first."""
     account, body = _pusher(call), await read_json(call, Rollback)
+    _check_scope(call, body.model)
     call.audit_target = body.model[:256]
     rows = await call.pulls.roll_back(account, body.model, body.version)
     await _audit(call, "rollback", account)
@@ -97,6 +101,7 @@ async def roll_back(call: HttpExchange) -> Reply:
 async def remove_pushed(call: HttpExchange) -> Reply:
     """Remove a model that the caller's account has pushed, with all its versions."""
     account, body = _pusher(call), await read_json(call, ModelName)
+    _check_scope(call, body.model)
     call.audit_target = body.model[:256]
     await call.pulls.remove(account, body.model)
     await _audit(call, "remove", account)
@@ -110,6 +115,12 @@ def _pusher(call: HttpExchange) -> str:
     account = "" if call.principal.is_admin else call.principal.account
     call.pulls.pushes(account)
     return account
+
+
+def _check_scope(call: HttpExchange, name: str) -> None:
+    """Raise Forbidden unless the caller's key may use a pushed model of that name."""
+    known = name.lower().removeprefix(PUSHED)
+    call.principal.check_model(f"{PUSHED}{known}", (pushed_id(call.principal.account, known),))
 
 
 async def _audit(call: HttpExchange, act: str, account: str) -> None:

@@ -67,6 +67,7 @@ APIS = {
     "gateways": "gateways",
     "cache": "cache",
     "chats": "chat",
+    "push": "push",  # the routes that change pushed models: no key that may list models has them by that
 }
 API_NAMES = tuple(dict.fromkeys(APIS.values()))
 

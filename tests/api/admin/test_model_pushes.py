@@ -8,7 +8,7 @@ import httpx
 import msgspec
 import pytest
 
-from emberline.accounts.account_service import AccountService
+from emberline.accounts.account_service import AccountService, KeyGrant
 from emberline.accounts.audit_log import Actor
 from emberline.catalog.model_card import CogSource
 from emberline.catalog.model_store import ModelStore
@@ -73,6 +73,32 @@ async def test_keys_push_roll_back_and_remove_their_own_models(
             assert acts == [("POST /api/models/remove", "thing", '{"account":"alice"}')]
     left = {entry.card.id for entry in ModelStore(tmp_path).entries()}
     assert left == ({"@me/thing", "@me/large"} if may_push else set())
+
+
+async def test_a_limited_key_manages_what_it_may_use(
+    service: FakeService, accounts: AccountService, tmp_path: Path
+) -> None:
+    pushes = RemotePushes(tmp_path, PredictorsConfig(remote_push="accounts"), PredictorVersions(tmp_path, build))
+    pulls = ModelPulls(ModelStore(tmp_path), lambda: ModelMemory(8 << 30, False), pushes)
+    archive = pack(write_project(tmp_path / "project", SOURCE))
+    async with client_of(service, KEY, accounts=accounts, pulls=pulls) as client:
+
+        async def codes(name: str, **limits: Any) -> list[int]:
+            key = (await accounts.create_key(Actor("test"), "alice", KeyGrant(**limits))).key.text
+            client.headers["authorization"] = f"Bearer {key}"
+            replies = [
+                await client.post(f"/api/models/push?name={name}", content=archive),
+                await client.get(f"/api/models/versions?model={name}"),
+                await client.post("/api/models/rollback", json={"model": name, "version": 1}),
+                await client.post("/api/models/remove", json={"model": name}),
+            ]
+            return [reply.status_code for reply in replies]
+
+        for limits in ({"models": ("@cf/*", "@me/other")}, {"apis": ("models", "run")}):
+            assert await codes("thing", **limits) == [403] * 4, limits
+        assert await codes("@ME/Thing", models=("@me/other*",)) == [403] * 4
+        for allowed in ({"models": ("@me/thing",)}, {"models": ("@accounts/alice/*",)}, {"apis": ("push",)}):
+            assert await codes("Thing", **allowed) == [200] * 4, allowed
 
 
 async def test_models_of_an_account_are_listed_to_it_alone(service: FakeService, accounts: AccountService) -> None:
