@@ -218,8 +218,10 @@ def _check(name: str, value: Any, field: Schema) -> None:
 
 
 def check_output(output: bytes, schema: Schema) -> None:
-    """Raise PredictionFailed, which names the part, unless the output is what the schema says. Takes linear time."""
-    if is_file(schema) and output.startswith(b'"data:'):
+    """Raise PredictionFailed, which names the part, unless the output is what the schema says. Takes linear time.
+
+    A predictor of any type may return None, as on Cog's server; for a file, None stands for one it cannot read."""
+    if output.startswith(b'"data:') if is_file(schema) else output == b"null":
         return  # a large file is not decoded
     try:
         problem = _mismatch("output", msgspec.json.decode(output), schema)
@@ -244,15 +246,21 @@ def _mismatch(name: str, value: Any, schema: Schema) -> str:
         return "" if value in choices else f"`{name}` must be one of {', '.join(map(str, choices))[:500]}"
     kind = str(schema.get("type", ""))
     is_bool = isinstance(value, bool) and kind in ("integer", "number")
-    if kind in _TYPES and (not isinstance(value, _TYPES[kind]) or is_bool):
+    is_whole = kind == "integer" and isinstance(value, float) and value.is_integer()  # 3.0, as NumPy counts
+    if kind in _TYPES and (not (isinstance(value, _TYPES[kind]) or is_whole) or is_bool):
         return f"`{name}` must be of type {kind}"
     parts: Iterator[tuple[str, Any, Schema]] = iter(())
     if isinstance(value, dict) and isinstance(fields := schema.get("properties"), dict):
         required = schema.get("required", ())
-        if missing := [each for each in required if each not in value]:
+        if missing := [each for each in required if each not in value and not _may_lack(fields.get(each))]:
             return f"`{name}.{missing[0]}` is missing"
         given = ((key, value[key]) for key in fields if key in value)
         parts = ((f"{name}.{key}", each, fields[key]) for key, each in given if each is not None or key in required)
     elif isinstance(value, list) and isinstance(item := schema.get("items"), dict):
         parts = ((name, each, item) for each in value)
     return next(filter(None, (_mismatch(*part) for part in parts)), "")
+
+
+def _may_lack(field: Any) -> bool:
+    """True if an output may leave the field out, which means None."""
+    return isinstance(field, dict) and bool(field.get("nullable"))

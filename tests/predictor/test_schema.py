@@ -152,7 +152,10 @@ OUT = "class Out(BaseModel):\n    a: int\n    b: list[Path]\n    c: Optional[str
     ("returns", "output"),
     [
         ("str", b'"x"'),
+        ("str", b"null"),
         ("float", b"1"),
+        ("int", b"3.0"),
+        ("list[int]", b"[1.0, 2]"),
         ("Path", b'"data:image/png;base64,AA=="'),
         ("Optional[Path]", b"null"),
         ("Any", b'{"a": [1]}'),
@@ -162,6 +165,7 @@ OUT = "class Out(BaseModel):\n    a: int\n    b: list[Path]\n    c: Optional[str
         ("tuple[int, ...]", b"[1, 2]"),
         ("ConcatenateIterator[str]", b'["a", "b"]'),
         ("Out", b'{"a": 1, "b": [], "c": null, "d": null, "e": 1}'),
+        ("Out", b'{"a": 1.0, "b": []}'),
         ("None", b"null"),
     ],
 )
@@ -173,7 +177,7 @@ def test_outputs_that_are_what_the_schema_says(returns: str, output: bytes) -> N
     ("returns", "output", "problem"),
     [
         ("str", b"1", "`output` must be of type string"),
-        ("str", b"null", "`output` must be of type string"),
+        ("list[str]", b"[null]", "`output` must be of type string"),
         ("int", b"true", "`output` must be of type integer"),
         ("int", b"1.5", "`output` must be of type integer"),
         ("Path", b"null", "`output` is no file"),
