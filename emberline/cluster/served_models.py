@@ -9,10 +9,13 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from emberline.balancer.endpoint import Endpoint
 from emberline.catalog.model_card import (
     MODEL_ID,
     PREDICTION,
+    PUSHED,
     SPEECH_RECOGNITION,
     TEXT_CLASSIFICATION,
     TEXT_EMBEDDINGS,
@@ -77,7 +80,7 @@ class ServedModels:
 
     def __init__(self, served: Sequence[Served] = (), load: LoadModel | None = None) -> None:
         self._load = load or load_served
-        self._cards = {item.card.id: item.card for item in served}
+        self._cards = {item.card.id: _with_own_name(item.card) for item in served}
         self.card = self._cards.get  # returns the card of the model with an id; None if there is none
         self._served = {item.card.id: item for item in served}
         self.states: dict[str, str] = {}  # by id, of the models that the core loads and unloads
@@ -87,6 +90,8 @@ class ServedModels:
         self._files: dict[str, ModelFiles] = {}  # of the models that are loaded on demand, or can be again, by id
         self._loading: dict[str, asyncio.Future[Served]] = {}
         self._names: dict[str, str] = {}
+        self._owners: dict[str, str] = {}  # the account, by id, of the models that no other account sees
+        self._own: dict[tuple[str, str], str] = {}  # their ids, by account and the name by which it asks for them
         self._index()
 
     def cards(self) -> list[ModelCard]:
@@ -99,10 +104,14 @@ class ServedModels:
     def model_id(self, name: str) -> str | None:
         return self._names.get(name.lower())
 
-    def find(self, name: str) -> ModelCard | None:
-        """The card of the model with this id or short name, in any case of letters."""
-        model = self._names.get(name.lower())
-        return None if model is None else self._cards[model]
+    def find(self, name: str, account: str | None = None) -> ModelCard | None:
+        """The card of the model with this id or short name, in any case of letters, if the account sees it (None: the
+        operator, who sees all). An account's own model comes before the operator's."""
+        name = name.lower()
+        model = (account and self._own.get((account, name))) or self._names.get(name)
+        if model is None or (account is not None and self._owners.get(model, account) != account):
+            return None
+        return self._cards[model]
 
     def resolve(self, name: str) -> ModelCard:
         """The card of the model with this name. Raises ModelNotFound or MalformedModelId."""
@@ -146,7 +155,9 @@ class ServedModels:
         changed = {model for model, found in self._files.items() if files.get(model) != found} - self._at_start
         self._served = {model: item for model, item in self._served.items() if model not in changed}
         self._files = files
-        self._cards |= {model: found.card for model, found in files.items() if model not in self._at_start}
+        self._cards |= {
+            model: _with_own_name(found.card) for model, found in files.items() if model not in self._at_start
+        }
         self._index()
 
     def _lacks_info(self, served: Served) -> bool:
@@ -156,7 +167,11 @@ class ServedModels:
 
     def _index(self) -> None:
         cards = list(reversed(self._cards.values()))  # of equal names, the first one's counts
-        self._names = {name.lower(): card.id for card in cards for name in card.aliases}
+        self._owners = {card.id: card.predictor.account for card in cards if card.predictor and card.predictor.account}
+        self._own = {
+            (owner, name.lower()): model for model, owner in self._owners.items() for name in self._cards[model].aliases
+        }
+        self._names = {name.lower(): card.id for card in cards if card.id not in self._owners for name in card.aliases}
         self._names |= {card.id.lower(): card.id for card in cards}
 
     def _loaded(self, model: str, loading: "asyncio.Future[Served]") -> None:
@@ -165,6 +180,13 @@ class ServedModels:
             return
         if self._files[model].card == loading.result().card:  # else it was replaced meanwhile
             self._served[model] = loading.result()
+
+
+def _with_own_name(card: ModelCard) -> ModelCard:
+    """The card with the name by which its account asks for it, if an account has pushed the model."""
+    if card.predictor is None or not card.predictor.account:
+        return card
+    return msgspec.structs.replace(card, aliases=(f"{PUSHED}{card.id.rpartition('/')[2]}",))
 
 
 def load_served(files: ModelFiles, templates: RendererFactory = LocalRenderer) -> Served:

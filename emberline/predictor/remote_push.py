@@ -179,7 +179,7 @@ class RemotePushes:
         if account and (n_bytes := self._versions.bytes_of(account)) > self._settings.account_bytes:
             self._versions.discard(manifest)
             raise TooLarge(
-                f"the account's models would take {n_bytes >> 20} MiB with their packages and weights, of the "
+                f"the account's models would take {format_limit(n_bytes)} with their packages and weights, of the "
                 f"{format_limit(self._settings.account_bytes)} that they may ([predictors] account_bytes): remove one"
             )
         return self._published(manifest, lines)

@@ -3,11 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-import msgspec
-
 from emberline.accounts.stored_provider import EVERY_ACCOUNT
 from emberline.catalog.aliases import Aliases, AliasTable
-from emberline.catalog.model_card import PUSHED, ModelCard, pushed_id, with_aliases
+from emberline.catalog.model_card import PUSHED, ModelCard, with_aliases
 from emberline.cluster.served_models import ServedModels
 from emberline.protocol.errors import Conflict
 from emberline.protocol.provider import OwnKey
@@ -60,7 +58,7 @@ class Models:
 
     def cards(self) -> list[ModelCard]:
         """All models, with the aliases that the operator has given them."""
-        cards = [*map(_with_own_name, self._served.cards()), *self.upstream.cards()]
+        cards = [*self._served.cards(), *self.upstream.cards()]
         table = self._aliases.table
         return [with_aliases(card, table.names_of(card)) for card in cards] if table.aliases else cards
 
@@ -74,7 +72,7 @@ class Models:
         table, found = self._aliases.table, name
         if name.lower() in table.aliases and not self.is_id(name, account):
             found = table.pick(name, caller, lambda target: self._find(target, account) is not None)
-        if (card := self._find(found, account)) is not None:
+        if (card := self._served.find(found, account) or self.upstream.find(found, account)) is not None:
             return card
         shown = found if self._served.find(found) is None else name  # no alias tells of another account's model
         raise self._served.not_found(shown, self.upstream.providers.hint(name), account)
@@ -119,7 +117,7 @@ class Models:
 
     def is_id(self, name: str, account: str | None) -> bool:
         """True if the name is the id of a model that the account can see, which no alias replaces."""
-        own = self._find_served(name, account)
+        own = self._served.find(name, account)
         if own is not None and own.id.lower() != name.lower():
             return name.lower() in own.aliases and name.lower().startswith(PUSHED)
         return (own is not None and own.id.lower() == name.lower()) or self.upstream.find(name, account) is not None
@@ -135,19 +133,4 @@ class Models:
                 self.find(target, None)
 
     def _find(self, name: str, account: str | None) -> ModelCard | None:
-        return self._find_served(name, account) or self.upstream.find(name, account)
-
-    def _find_served(self, name: str, account: str | None) -> ModelCard | None:
-        """A model of our engines that the account sees. An account's own model comes before the operator's."""
-        own = None
-        if account and name.lower().startswith(PUSHED):
-            own = self._served.card(pushed_id(account, name.lower().removeprefix(PUSHED)))
-        card = own or self._served.find(name)
-        return None if card is None or not card.is_seen_by(account) else _with_own_name(card)
-
-
-def _with_own_name(card: ModelCard) -> ModelCard:
-    """The card with the name by which its account asks for it, if an account has pushed the model."""
-    if card.predictor is None or not card.predictor.account:
-        return card
-    return msgspec.structs.replace(card, aliases=(f"{PUSHED}{card.id.rpartition('/')[2]}",))
+        return self._served.find(name, account) or self.upstream.find(name, account)
