@@ -167,11 +167,13 @@ class PredictorVersions:
             at_end.callback(shutil.rmtree, staging, ignore_errors=True)
             (staging / "logs").mkdir(parents=True)
             version = 1 + max((version.version for version in self.list(model)), default=0)
-            manifest = fill(staging, version)
+            manifest, added = fill(staging, version), model_folder / f"v{version}"
+            own = ((path.replace(f"{staging}/", f"{added}/", 1), seen) for path, seen in manifest.mounts)
+            manifest = msgspec.structs.replace(manifest, mounts=tuple(own))  # the project's weights are renamed with it
             (staging / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
-            staging.rename(model_folder / f"v{version}")
+            staging.rename(added)
             if manifest.interpreter and not Path(manifest.interpreter).exists():
-                shutil.rmtree(model_folder / f"v{version}")
+                shutil.rmtree(added)
                 raise Unavailable("its packages were removed with another model meanwhile: push it again")
         on_line(f"{manifest.model} version {version}")
         return manifest

@@ -5,6 +5,7 @@ import os
 import re
 import threading
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 from emberline.net.egress_policy import EgressPolicy
 from emberline.predictor.cog_server import CogServer
 from emberline.predictor.egress_proxy import EgressProxy
+from emberline.predictor.environments import Environment
 from emberline.predictor.fetch import HUB, FetchGrant, place_weights
 from emberline.predictor.project import Weights, read_project
 from emberline.predictor.versions import PredictorVersions, PushSettings
@@ -79,6 +81,21 @@ weights:
         place_weights([hub], folder, tmp_path / "shared", FetchGrant(), lambda line: None)
     with pytest.raises(BadInput, match="which the project does not have"):
         place_weights([Weights(name="x", target="/src/x", path="x")], folder, tmp_path, FetchGrant(), print)
+
+
+def test_weights_of_a_project_outside_of_it_are_in_its_version(tmp_path: Path) -> None:
+    config = "weights:\n  - {name: own, source: {uri: parts}, target: /weights}\n"
+    folder = write_project(tmp_path / "p", "class Runner:\n    def run(self) -> str: ...\n", config=config)
+    (folder / "parts").mkdir()
+    (folder / "parts" / "w").write_text("w")
+
+    def build(root: Path, requirements: Sequence[str], python: str, on_line: Callable[[str], None]) -> Environment:
+        return Environment("shared", str(folder / "cog.yaml"), ())
+
+    pushed = PredictorVersions(tmp_path / "home", build).push(folder, PushSettings(name="own"), lambda line: None)
+    ((found, seen),) = pushed.mounts
+    assert seen == "/weights"
+    assert (Path(found) / "w").read_text() == "w"
 
 
 @pytest.mark.parametrize("is_operators", [True, False])
