@@ -205,7 +205,7 @@ class ImagesConfig(Section, frozen=True):
 class PredictorsConfig(Section, frozen=True):
     """Models that users bring along: who may push them, and what their first setup may fetch."""
 
-    # Over HTTP: nobody, operators' keys, or every key. Who can write the data folder can push in any case.
+    # Which keys may push over HTTP: none, operators', or all. A process that can write the data folder can always push.
     remote_push: Literal["off", "admins", "accounts"] = "off"
     max_bytes: Annotated[int, Meta(ge=1 << 20)] = 64 << 30  # that all pushed models may take, when one is pushed so
     account_bytes: Annotated[int, Meta(ge=1 << 20)] = 4 << 30  # that the models of one account may take on disk

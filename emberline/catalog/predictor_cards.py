@@ -39,5 +39,5 @@ def _card(manifest: Manifest) -> ModelCard:
         weight_bytes=manifest.resources.memory_bytes,
         fingerprint=manifest.digest,
         sampling=SamplingDefaults(),
-        aliases=() if manifest.account else (name,),  # a name of one account alone: `Models` finds it
+        aliases=() if manifest.account else (name,),  # its account finds it by `ServedModels`
     )

@@ -36,8 +36,10 @@ from emberline.protocol.prediction import Manifest, Pushed, Resources, VersionRo
 from emberline.protocol.sizes import format_limit
 
 MAX_HEADER_BYTES = 256 << 10  # of a long name, or of what pax adds to one: `tarfile` reads it whole
-_PAX = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE)
-_LONG_HEADERS = (*_PAX, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
+_LONG_HEADERS = (
+    *(tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE),
+    *(tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK),
+)
 
 
 class _Member(tarfile.TarInfo):
