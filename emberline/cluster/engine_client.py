@@ -76,7 +76,7 @@ class EngineStream:
         self._waiter: asyncio.Future[None] | None = None
         self._error: EmberlineError | None = None
         self._open_ids: set[str] = set()
-        self.begun = False  # a delta has come
+        self.begun = False  # a token has come
 
     def submit(self, requests: list[EngineRequest]) -> None:
         """Add sequences to this stream. Unavailable when the engine is not connected."""
@@ -131,7 +131,7 @@ class EngineStream:
     # --- called by the connection ------------------------------------------------------------------------------------
 
     def deliver(self, delta: TokenDelta) -> None:
-        self.begun = True
+        self.begun = self.begun or bool(delta.token_ids)
         if delta.finish is not None:
             self._open_ids.discard(delta.id)
         self._deltas.append(delta)

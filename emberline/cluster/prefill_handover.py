@@ -45,16 +45,24 @@ class Prefill:
         return self._cached.result() if known else None
 
     def close(self) -> None:
-        if self._open:
+        """Abort the prefill if it still runs, and wait for nothing."""
+        if self._runs:
             self._open = False
             self._engine.abort([self._id])
         self._cached.cancel()
 
     async def end(self) -> None:
-        """Abort what still runs and wait for the terminal delta, or until the connection is lost."""
-        if self._open:
+        """Abort the prefill if it still runs, and wait for the terminal delta, or until the connection is lost."""
+        if self._runs:
             self._engine.request_abort([self._id])
+        if self._open:
             await self._ended.wait()
+
+    @property
+    def _runs(self) -> bool:
+        """False once the decode worker generates: it has all KV then, and what the prefill worker still waits for is
+        the acknowledgement of the last blocks. An abort that overtakes it would make the worker count them as lost."""
+        return self._open and not self._stream.begun
 
     # --- called by the connection ------------------------------------------------------------------------------------
 

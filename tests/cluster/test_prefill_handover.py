@@ -24,8 +24,11 @@ TOKEN = TokenDelta("r1", tokens.pack([5]))
 
 
 class Halves:
-    def __init__(self, prefill: FakeEngine, decode: FakeEngine, stream: EngineStream, half: Prefill) -> None:
+    def __init__(
+        self, prefill: FakeEngine, decode: FakeEngine, client: EngineClient, stream: EngineStream, half: Prefill
+    ) -> None:
         self.prefill, self.decode, self.stream, self.half = prefill, decode, stream, half
+        self.client = client  # of the prefill worker
 
 
 @asynccontextmanager
@@ -46,7 +49,7 @@ async def halves(tmp_path: Path) -> AsyncIterator[Halves]:
         (awaiting,), (pushing,) = await decode.submission(), await prefill.submission()
         assert pushing.push is not None
         assert (pushing.push.transfer, pushing.push.address) == (awaiting.awaits, decode.endpoint.address)
-        yield Halves(prefill, decode, stream, half)
+        yield Halves(prefill, decode, p, stream, half)
     await prefill.die()
     await decode.die()
 
@@ -100,6 +103,20 @@ async def test_a_failed_transfer_names_the_worker_that_reported_it(halves: Halve
         async with asyncio.timeout(PATIENCE_S):
             await halves.stream.next()
     assert halves.half.error is told.value
+
+
+@pytest.mark.parametrize("has_token", [False, True])
+async def test_a_prefill_whose_kv_has_arrived_is_not_aborted(halves: Halves, has_token: bool) -> None:
+    """The acknowledgement of the last blocks may reach the prefill worker after the reply has ended."""
+    if has_token:
+        halves.decode.step(TokenDelta("r1", tokens.pack([5]), finish="stop"))
+        await halves.stream.next()
+    halves.half.close()
+    halves.client.request_abort(["the next request"])
+    async with asyncio.timeout(PATIENCE_S):
+        while "the next request" not in halves.prefill.aborted:
+            await asyncio.sleep(0.001)
+    assert ("r1-prefill" in halves.prefill.aborted) is not has_token
 
 
 async def test_workers_whose_drafters_differ_are_refused_at_once(tmp_path: Path) -> None:
