@@ -244,6 +244,7 @@ _ADMIN: tuple[_Row, ...] = (
 _TENANT: tuple[_Row, ...] = (  # of the caller's account; an admin sees all
     ("POST", "/api/models/push", models.push, "Push a version of a predictor", None, models.PUSH_QUERY),
     ("GET", "/api/models/versions", models.versions, "List a predictor's versions", None, models.VERSIONS_QUERY),
+    ("GET", "/api/models/logs", models.logs, "The end of a predictor's log", None, models.LOG_QUERY),
     ("POST", "/api/models/rollback", models.roll_back, "Serve an earlier version of a predictor", models.Rollback),
     ("POST", "/api/models/remove", models.remove_pushed, "Remove a predictor", models.ModelName),
     ("GET", "/api/models/available", models.available, "Models that can be pulled by name, and what fits"),
@@ -281,7 +282,7 @@ _GATEWAY: tuple[_Row, ...] = (
 )
 
 
-_PUSHES = (models.push, models.versions, models.roll_back, models.remove_pushed)
+_PUSHES = (models.push, models.versions, models.logs, models.roll_back, models.remove_pushed)
 _OF_ANY_API = (resumable.resume, resumable.cancel, binding.wrapped)
 
 

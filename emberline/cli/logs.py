@@ -2,6 +2,7 @@
 
 emberline logs -f
 emberline logs --request 3f0e…
+emberline logs --model NAME [--version N] [--remote]
 """
 
 import argparse
@@ -11,13 +12,20 @@ import logging
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 from emberline import log
+from emberline.catalog.model_store import ModelStore
 from emberline.cli import common
+from emberline.cli import http_client as client
 from emberline.cli.log_file import follow, lines_backward, log_path
+from emberline.config import Config
+from emberline.predictor.output_log import MAX_BYTES, last_lines
 from emberline.predictor.versions import OWNER, PredictorVersions
-from emberline.protocol.errors import NotFound
+from emberline.protocol.errors import BadInput, ModelNotFound, NotFound
+from emberline.server.address import ServerAddress
 
 LEVELS = ("debug", "info", "warning", "error")
 N_LINES = 100
@@ -29,15 +37,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("-n", "--lines", type=int, metavar="N", help=f"the last N matching lines (default {N_LINES}; of a request all)")
     add("--request", metavar="ID", help="only lines of this request, job or trace; the beginning of its id is enough")
     add("--level", choices=LEVELS, default="debug", help="only lines of this level or above")
-    add("--model", metavar="NAME", help="what the newest version of a pushed model has printed")
+    add("--model", metavar="NAME", help="what a pushed model has printed, instead")
+    add("--version", type=int, metavar="N", help="with --model: of this version (default: the served one)")
+    add("--remote", action="store_true", help="with --model: of the key's account, on a server over HTTP")
+    common.add_address(parser)
     common.add_data_dir(parser)
     add("--json", action="store_true", help="print the lines as they are: JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    home = common.config_of(args).home
+    config = common.config_of(args)
+    home = config.home
     if args.model:
-        return _print_predictor_log(PredictorVersions(home), args)
+        return _print_predictor_log(config, args)
+    if args.remote or args.version is not None:
+        raise BadInput("--remote and --version are about the log of a pushed model: give its --model NAME")
     path = log_path(home)
     n_lines = args.lines if args.lines is not None else None if args.request else N_LINES
     follower = follow(path)
@@ -117,14 +131,25 @@ def _seconds(text: str) -> float:
         return 0.0
 
 
-def _print_predictor_log(versions: PredictorVersions, args: argparse.Namespace) -> int:
-    """Print the end of a predictor's log."""
-    model = args.model if args.model.startswith("@") else f"{OWNER}/{args.model}"
-    known = versions.list(model)
-    if not known:
-        raise NotFound(f"no model {model} was pushed here")
-    path = versions.path(known[-1]).parent / "logs" / "log"
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
-    for line in lines[-(args.lines or N_LINES) :]:
+def _print_predictor_log(config: Config, args: argparse.Namespace) -> int:
+    """Print the end of a predictor's log, of this machine or of a server."""
+    n_lines = args.lines or N_LINES
+    for line in _remote_lines(config, args, n_lines) if args.remote else _local_lines(config.home, args, n_lines):
         print("".join(each if each.isprintable() or each == "\t" else "\N{REPLACEMENT CHARACTER}" for each in line))
     return 0
+
+
+def _remote_lines(config: Config, args: argparse.Namespace, n_lines: int) -> list[str]:
+    version = {} if args.version is None else {"version": args.version}
+    query = urlencode({"model": args.model, "lines": n_lines, **version})
+    lines: list[str] = client.get(ServerAddress.for_client(config), f"/api/models/logs?{query}")["data"]
+    return lines
+
+
+def _local_lines(home: Path, args: argparse.Namespace, n_lines: int) -> list[str]:
+    versions, model = PredictorVersions(home), args.model if args.model.startswith("@") else f"{OWNER}/{args.model}"
+    entry = ModelStore(home).find(model)
+    if entry is None or entry.card.predictor is None:
+        raise ModelNotFound(f"no model {model} was pushed here")
+    manifest = versions.find(entry.card.id, args.version or entry.card.predictor.version)
+    return last_lines(versions.log_path(manifest), n_lines, 2 * MAX_BYTES)

@@ -6,6 +6,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ MAX_BYTES = 4 << 20  # of a file; the one before it is kept
 MAX_LINE_BYTES = 16 << 10  # a longer line is cut
 KEPT_LINES = 20  # in memory, for error messages
 HIDDEN = "**********"
+END_BYTES = 256 << 10  # of a log that a client gets at most
 MIN_LINE_CHARS = 8  # of a line of a secret, such as a private key's, that is hidden alone: shorter ones are words
 
 
@@ -95,6 +97,17 @@ class OutputLog:
             self._file.write(line)
             self._file.flush()
             self._size += len(line)
+
+
+def last_lines(path: Path, n_lines: int, max_bytes: int = END_BYTES) -> list[str]:
+    """The last lines of a log, from its current file and the one before. Reads at most `max_bytes`."""
+    end = b""
+    for each in (path, Path(f"{path}.1")):
+        with suppress(FileNotFoundError), each.open("rb") as file:
+            n_bytes = min(file.seek(0, os.SEEK_END), max_bytes - len(end))
+            file.seek(-n_bytes, os.SEEK_END)
+            end = file.read(n_bytes) + end
+    return end.decode("utf-8", "replace").splitlines()[-n_lines:]
 
 
 def spellings(secrets: Iterable[str]) -> list[str]:

@@ -22,6 +22,7 @@ from emberline.catalog.predictor_cards import publish
 from emberline.catalog.store_watch import wait_until_offered
 from emberline.config import PredictorsConfig
 from emberline.predictor.fetch import FetchGrant
+from emberline.predictor.output_log import last_lines
 from emberline.predictor.project import read_project
 from emberline.predictor.versions import (
     LEFT_OUT,
@@ -32,7 +33,7 @@ from emberline.predictor.versions import (
     check_name,
 )
 from emberline.protocol.errors import BadInput, EmberlineError, Forbidden, ModelNotFound, TooLarge
-from emberline.protocol.prediction import Manifest, Pushed, Resources, VersionRow
+from emberline.protocol.prediction import LogEnd, Manifest, Pushed, Resources, VersionRow
 from emberline.protocol.sizes import format_limit
 
 MAX_HEADER_BYTES = 256 << 10  # of a long name, or of what pax adds to one: `tarfile` reads it whole
@@ -131,6 +132,14 @@ class RemotePushes:
             VersionRow(version=each.version, digest=each.digest, served=each.version == current)
             for each in self._versions.list(model)
         ]
+
+    def log(self, account: str, name: str, version: int | None, n_lines: int) -> LogEnd:
+        """The last lines of the log of the account's model; `version` None: of the served one. Blocks.
+
+        Raises ModelNotFound."""
+        served = next((row.version for row in self.versions(account, name) if row.served), 0)
+        manifest = self._versions.find(pushed_id(account, check_name(name)), served if version is None else version)
+        return LogEnd(version=manifest.version, data=last_lines(self._versions.log_path(manifest), n_lines))
 
     def roll_back(self, account: str, name: str, version: int | None) -> list[VersionRow]:
         """Serve an earlier version of the account's model; None: the one before the served one. Blocks."""

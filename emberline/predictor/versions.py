@@ -195,6 +195,10 @@ class PredictorVersions:
         """The manifest's file, which the model store names."""
         return self.folder(manifest.model) / f"v{manifest.version}" / MANIFEST
 
+    def log_path(self, manifest: Manifest) -> Path:
+        """The current file of a version's log."""
+        return self.path(manifest).parent / "logs" / "log"
+
     def folder(self, model: str) -> Path:
         """The folder of a model's versions. Raises ModelNotFound for a name that no predictor can have."""
         owner, _, name = model.rpartition("/")

@@ -84,6 +84,13 @@ class VersionRow(msgspec.Struct, frozen=True, kw_only=True):
     served: bool
 
 
+class LogEnd(msgspec.Struct, frozen=True, kw_only=True):
+    """The last lines of a pushed model's log."""
+
+    version: int
+    data: list[str]  # lines, without the predictor's secrets
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A version of a predictor: `manifest.json` in the version's folder, beside the project's files in `src`."""
 

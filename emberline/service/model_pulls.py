@@ -14,7 +14,7 @@ from emberline.catalog.offers import ModelMemory, Offer
 from emberline.catalog.pull import pull
 from emberline.catalog.store_watch import wait_until_offered
 from emberline.protocol.errors import Forbidden, ModelNotFound
-from emberline.protocol.prediction import Pushed, Resources, VersionRow
+from emberline.protocol.prediction import LogEnd, Pushed, Resources, VersionRow
 
 MAX_PUSHES = 4  # concurrently
 Update = str | DownloadProgress  # a sentence for the person who waits, or how far the download is
@@ -29,6 +29,8 @@ class Pushes(Protocol):
         """Blocks for as long as packages take to install."""
 
     def versions(self, account: str, name: str) -> list[VersionRow]: ...
+
+    def log(self, account: str, name: str, version: int | None, n_lines: int) -> LogEnd: ...
 
     def roll_back(self, account: str, name: str, version: int | None) -> list[VersionRow]: ...
 
@@ -60,6 +62,10 @@ class ModelPulls:
     async def versions(self, account: str, name: str) -> list[VersionRow]:
         """The versions of a model that the account has pushed."""
         return await asyncio.to_thread(self.pushes(account).versions, account, name)
+
+    async def log(self, account: str, name: str, version: int | None, n_lines: int) -> LogEnd:
+        """The end of the log of a model that the account has pushed."""
+        return await asyncio.to_thread(self.pushes(account).log, account, name, version, n_lines)
 
     async def roll_back(self, account: str, name: str, version: int | None) -> list[VersionRow]:
         """Serve an earlier version of a model that the account has pushed."""

@@ -11,8 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from emberline import log
+from emberline.catalog.model_store import ModelStore
+from emberline.catalog.predictor_cards import publish
 from emberline.cli.log_file import LogFile, follow, lines_backward, log_path, older_files
 from emberline.cli.main import main
+from emberline.predictor.environments import Environment
+from emberline.predictor.versions import PredictorVersions, PushSettings
+from tests.predictor.conftest import write_project
 
 
 @pytest.fixture(autouse=True)
@@ -151,3 +156,30 @@ def test_more_lines_than_can_be_written_are_dropped(own_logger: logging.Logger, 
     written = len(list(lines_backward(log_path(tmp_path))))
     assert 10 <= written <= 11
     assert written + handler.n_dropped == 100
+
+
+def test_the_log_of_a_pushed_model_is_that_of_its_served_version(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EMBERLINE_HOME", str(tmp_path))
+    versions = PredictorVersions(tmp_path, lambda root, requirements, python, tell: Environment("none", "/bin/sh", ()))
+    project = write_project(tmp_path / "project", "class Runner:\n    def run(self) -> str:\n        return ''\n")
+    manifests = [versions.push(project, PushSettings(name="thing"), lambda line: None) for _ in range(2)]
+    for manifest in manifests:
+        versions.log_path(manifest).write_text(f"early\nevil \x1b[2J\nof {manifest.version}\n")
+    publish(ModelStore(tmp_path), manifests[0], versions.path(manifests[0]))
+    for words, shown in (
+        (["thing"], "early\nevil \N{REPLACEMENT CHARACTER}[2J\nof 1\n"),
+        (["@me/thing", "-n", "1"], "of 1\n"),
+        (["thing", "--version", "2", "-n", "1"], "of 2\n"),
+    ):
+        assert main(["logs", "--model", *words]) == 0
+        assert capsys.readouterr().out == shown
+    for words, problem in (
+        (["--model", "other"], "no model @me/other was pushed here"),
+        (["--model", "thing", "--version", "3"], "@me/thing has no version 3; there are 1, 2"),
+        (["--remote"], "give its --model NAME"),
+        (["--version", "2"], "give its --model NAME"),
+    ):
+        assert main(["logs", *words]) == 1
+        assert problem in capsys.readouterr().err

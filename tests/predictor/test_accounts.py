@@ -92,6 +92,9 @@ async def test_models_of_accounts(
         assert (await ask(alice, f"{RUN}/@me/thing", text="a")).json()["result"] == "first a"
         assert (await ask(bob, f"{RUN}/@me/thing", text="b")).json()["result"] == "bob's b"
         assert (await ask(alice, f"{RUN}/@me/thing", text="fail")).status_code == 500
+        options = ("--remote", "--url", str(server.root.base_url), "--api-key", alice["authorization"][7:])
+        assert await asyncio.to_thread(main, ["logs", "--model", "thing", *options]) == 0
+        assert "as I was told" in capsys.readouterr().out
         queued = (await ask(alice, f"{RUN}/@me/thing?queueRequest=true", requests=[{"text": "q"}])).json()["result"]
         while "responses" not in (done := (await ask(alice, f"{RUN}/@me/thing", **queued)).json()["result"]):
             assert done["status"] in ("queued", "running")

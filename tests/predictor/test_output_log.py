@@ -2,11 +2,12 @@
 
 import json
 import os
+import tracemalloc
 from pathlib import Path
 
 import pytest
 
-from emberline.predictor.output_log import MAX_LINE_BYTES, OutputLog
+from emberline.predictor.output_log import END_BYTES, MAX_LINE_BYTES, OutputLog, last_lines
 
 KEY = "-----BEGIN KEY-----\nMIIEvQIBADANBg\nkqhkiG9w0BAQ\n-----END KEY-----\n"
 ACCOUNT = '{"id": "x", "token": "a\\"b\nc"}'
@@ -35,3 +36,29 @@ def test_secrets_are_hidden_however_they_are_printed(
     assert "**********" in found
     assert found.endswith("the end\n")
     assert log.last_line == "the end"
+
+
+def test_the_end_of_a_log_is_read_and_no_more(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    assert last_lines(path, 2) == []
+    log = OutputLog(path, max_bytes=100)
+    for number in range(10):
+        log.add(f"line {number} of 20 bytes")
+    log.close_writer()
+    log.close(10.0)
+    assert (tmp_path / "log.1").exists(), "the lines are in two files"
+    assert len(path.read_text().splitlines()) < 7
+    assert last_lines(path, 7) == [f"line {number} of 20 bytes" for number in range(3, 10)]
+    assert last_lines(path, 5, max_bytes=30) == ["f 20 bytes", "line 9 of 20 bytes"]
+    with path.open("wb") as file:
+        file.truncate(64 << 20)
+        file.seek(0, os.SEEK_END)
+        file.write(b"\n\xff end\n")
+    tracemalloc.start()
+    try:
+        lines = last_lines(path, 2)
+        assert tracemalloc.get_traced_memory()[1] < 8 * END_BYTES
+    finally:
+        tracemalloc.stop()
+    assert lines[1] == "\N{REPLACEMENT CHARACTER} end"
+    assert sum(map(len, lines)) < END_BYTES

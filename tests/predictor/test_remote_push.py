@@ -256,6 +256,7 @@ def test_who_may_push_is_the_operators_to_say(setting: Any, account: str, tmp_pa
     acts: list[Callable[[], Any]] = [
         lambda: pushes.push(b"", "thing", Resources(), account),
         lambda: pushes.versions(account, "thing"),
+        lambda: pushes.log(account, "thing", None, 1),
         lambda: pushes.roll_back(account, "thing", 1),
         lambda: pushes.remove(account, "thing"),
     ]

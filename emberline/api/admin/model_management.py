@@ -12,9 +12,17 @@ from emberline.catalog.model_card import PUSHED, pushed_id
 from emberline.protocol.errors import BadInput, Forbidden
 from emberline.protocol.prediction import VersionRow, read_resources
 
+LOG_LINES, MAX_LOG_LINES = 100, 1000
+MAX_VERSION = 10**9
+
 _BYTES = {"type": "integer", "minimum": 1}
 _SECONDS = {"type": "number"}
 VERSIONS_QUERY = {"model": {"type": "string"}}
+LOG_QUERY = {
+    "model": {"type": "string"},
+    "version": {"type": "integer", "minimum": 1},
+    "lines": {"type": "integer", "minimum": 1, "maximum": MAX_LOG_LINES, "default": LOG_LINES},
+}
 PUSH_QUERY = {
     "name": {"type": "string"},
     **{"memory_bytes": _BYTES, "scratch_bytes": _BYTES, "cpus": _SECONDS, "setup_s": _SECONDS, "predict_s": _SECONDS},
@@ -86,6 +94,15 @@ async def versions(call: HttpExchange) -> Reply:
     account, model = _pusher(call), call.query.get("model", "")
     _check_scope(call, model)
     return _versions_reply(await call.pulls.versions(account, model))
+
+
+async def logs(call: HttpExchange) -> Reply:
+    """The last lines that a model which the caller's account has pushed has printed, and why its predictions failed."""
+    account, model = _pusher(call), call.query.get("model", "")
+    _check_scope(call, model)
+    version = call.int_param("version", 1, 1, MAX_VERSION) if "version" in call.query else None
+    found = await call.pulls.log(account, model, version, call.int_param("lines", LOG_LINES, 1, MAX_LOG_LINES))
+    return json_reply({"object": "list", **msgspec.structs.asdict(found)})
 
 
 async def roll_back(call: HttpExchange) -> Reply:

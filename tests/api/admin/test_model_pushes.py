@@ -10,7 +10,7 @@ import pytest
 
 from emberline.accounts.account_service import AccountService, KeyGrant
 from emberline.accounts.audit_log import Actor
-from emberline.catalog.model_card import CogSource
+from emberline.catalog.model_card import CogSource, pushed_id
 from emberline.catalog.model_store import ModelStore
 from emberline.catalog.offers import ModelMemory
 from emberline.config import PredictorsConfig
@@ -59,6 +59,22 @@ async def test_keys_push_roll_back_and_remove_their_own_models(
                 assert "remote_push" in rolled.json()["error"]["message"]
                 continue
             assert [row["served"] for row in rolled.json()["data"]] == [True, False]
+            log_paths = [f"/api/models/logs?model={each}" for each in ("thing&version=1", "@me/thing", "unknown")]
+            account = "" if who == "operator" else who
+            served = PredictorVersions(tmp_path).find(pushed_id(account, "thing"), 1)
+            PredictorVersions(tmp_path).log_path(served).write_text(f"first\nof {who}\x07\nlast\n")
+            for path in log_paths[:2]:
+                found = await client.get(f"{path}&lines=2", headers=keys[who])
+                assert found.json() == {"object": "list", "version": 1, "data": [f"of {who}\x07", "last"]}
+            newer = await client.get("/api/models/logs?model=thing&version=2", headers=keys[who])
+            assert newer.json() == {"object": "list", "version": 2, "data": []}
+            for wrong in ("version=3", "lines=0", "lines=1001", "version=0"):
+                refused = await client.get(f"/api/models/logs?model=thing&{wrong}", headers=keys[who])
+                assert refused.status_code == (404 if wrong == "version=3" else 400), refused.text
+            others = [await client.get(path, headers=keys["bob"]) for path in log_paths]
+            assert [each.status_code for each in others] == [404 if setting == "accounts" else 403] * 3
+            told = {each.json()["error"]["message"].replace("unknown", "thing") for each in others}
+            assert len(told) == 1, "another account's model is as unknown as one that nobody pushed"
             for path, body in (("rollback", {"model": "thing"}), ("remove", {"model": "thing"})):
                 other = await ask("bob", path, body)
                 assert other.status_code == (404 if setting == "accounts" else 403), other.text
@@ -89,16 +105,17 @@ async def test_a_limited_key_manages_what_it_may_use(
             replies = [
                 await client.post(f"/api/models/push?name={name}", content=archive),
                 await client.get(f"/api/models/versions?model={name}"),
+                await client.get(f"/api/models/logs?model={name}"),
                 await client.post("/api/models/rollback", json={"model": name, "version": 1}),
                 await client.post("/api/models/remove", json={"model": name}),
             ]
             return [reply.status_code for reply in replies]
 
         for limits in ({"models": ("@cf/*", "@me/other")}, {"apis": ("models", "run")}):
-            assert await codes("thing", **limits) == [403] * 4, limits
-        assert await codes("@ME/Thing", models=("@me/other*",)) == [403] * 4
+            assert await codes("thing", **limits) == [403] * 5, limits
+        assert await codes("@ME/Thing", models=("@me/other*",)) == [403] * 5
         for allowed in ({"models": ("@me/thing",)}, {"models": ("@accounts/alice/*",)}, {"apis": ("push",)}):
-            assert await codes("Thing", **allowed) == [200] * 4, allowed
+            assert await codes("Thing", **allowed) == [200] * 5, allowed
 
 
 async def test_models_of_an_account_are_listed_to_it_alone(service: FakeService, accounts: AccountService) -> None:
