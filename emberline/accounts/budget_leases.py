@@ -94,7 +94,7 @@ _RENEW = Sql(
 _DROP = f"DELETE FROM budget_leases WHERE {_WHICH} AND lease = ?"
 _LEASES_OF = "SELECT account, key_id, period, lease FROM budget_leases WHERE lease >= ? AND lease < ?"
 ASKED = (
-    "SELECT l.account, l.key_id, l.period FROM budget_leases l "
+    "SELECT l.account, l.key_id, l.period, b.asked FROM budget_leases l "
     "JOIN budgets b ON b.account = l.account AND b.key_id = l.key_id AND b.period = l.period "
     "WHERE l.lease = ? AND l.answered < b.asked"
 )
@@ -175,22 +175,26 @@ def acquire(
 
 
 def give_back(
-    key: BudgetKey, lease: str, *, spent_pico: int, reserved_pico: int, until_us: int, ends: bool
+    key: BudgetKey, lease: str, *, spent_pico: int, reserved_pico: int, until_us: int, answers: int, ends: bool
 ) -> Transaction[bool]:
     """Reduce the lease to what is spent and reserved; or end it, when all of its rows are in the store. False: it was
-    lost."""
+    lost.
+
+    `answers`: how many times cores had asked for unused budget when `reserved_pico` was read. Whoever has asked since
+    still waits for what became free meanwhile.
+    """
     rows = yield Query(_LOCK, key)
     own = [row for row in (yield Query(_LEASES, key)) if row[0] == lease]
     if not rows or not own:
         return False
-    asked, granted, opened_us = _int(rows[0][2]), _int(own[0][1]), _int(own[0][3])
+    granted, opened_us = _int(own[0][1]), _int(own[0][3])
     kept = (yield from _billed(key, lease, opened_us)) if ends else spent_pico + reserved_pico
     if kept != granted:
         yield Query(_COMMIT, (kept - granted, *key))
     if ends:
         yield Query(_DROP, (*key, lease))
     else:
-        yield Query(_CHANGE, (kept, spent_pico, until_us, asked, *key, lease))
+        yield Query(_CHANGE, (kept, spent_pico, until_us, answers, *key, lease))
     return True
 
 

@@ -273,8 +273,9 @@ class Budgets:
         self._epoch += 1
         self._began_s = self._clock()
 
-    async def _give_back(self, allowance: Allowance, ends: bool = False) -> None:
-        """Give back what is not in use. `ends`: nothing is, and the allowance is not used again under this lease."""
+    async def _give_back(self, allowance: Allowance, *, answers: int = 0, ends: bool = False) -> None:
+        """Give back what is not in use. `answers`: how many times cores have asked for it. `ends`: nothing is in use,
+        and the allowance is not used again under this lease."""
         async with allowance.lock:
             if allowance.is_lost or (ends and allowance.reserved_pico):
                 return
@@ -289,6 +290,7 @@ class Budgets:
                 spent_pico=allowance.spent_pico,
                 reserved_pico=allowance.reserved_pico,
                 until_us=self._store.now_us() + self._lease_us,
+                answers=answers,
                 ends=ends,
             )
             try:
@@ -343,10 +345,11 @@ class Budgets:
     async def answer(self) -> None:
         allowances = (*self._allowances.values(), *self._retired)
         for lease in {allowance.lease for allowance in allowances}:
-            asked = {BudgetKey(*map(str, row)) for row in await self._store.read(budget_leases.ASKED, (lease,))}
+            rows = await self._store.read(budget_leases.ASKED, (lease,))
+            asked = {BudgetKey(*map(str, key)): int(n_asked or 0) for *key, n_asked in rows}
             for allowance in allowances:
                 if allowance.lease == lease and allowance.key in asked:
-                    await self._give_back(allowance)
+                    await self._give_back(allowance, answers=asked[allowance.key])
 
     async def recover(self, cores: Sequence[str]) -> None:
         """Cores that have ended, and whose usage rows are all in the store: what they did not spend is free again."""

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime
+from typing import Any
 
 import msgspec
 import pytest
@@ -92,6 +93,41 @@ async def test_a_core_gets_what_the_others_do_not_use(cores: list[Budgets]) -> N
     with pytest.raises(BudgetExceeded) as refused:
         await cores[2].reserve([BUDGET], 901, NOW_US)
     assert not isinstance(refused.value, BudgetReserved)
+
+
+async def test_a_core_that_asks_while_another_gives_back_gets_what_became_free_meanwhile(store: Database) -> None:
+    late, limits = FaultyStore(store), LeaseLimits(answer_wait_s=60.0)
+    giver = Budgets(late, "giver")
+    first, second = (Budgets(store, name, limits=limits) for name in ("first", "second"))
+    running = await giver.reserve([BUDGET], 100, NOW_US)  # and a slice of 50 more
+    await first.reserve([BUDGET], 800, NOW_US)
+    came, may_run = asyncio.Event(), asyncio.Event()
+
+    async def wait(name: str, _: Any) -> None:
+        if name == "run":
+            came.set()
+            await may_run.wait()
+
+    async def asked(n_times: int) -> None:
+        while await store.read("SELECT asked FROM budgets") != [(n_times,)]:
+            await asyncio.sleep(0.002)
+
+    async with asyncio.timeout(60):
+        refused = asyncio.create_task(first.reserve([BUDGET], 200, NOW_US))
+        await asked(1)
+        late.before = wait
+        giving = asyncio.create_task(giver.answer())
+        await came.wait()
+        giver.settle(running, 60)
+        granted = asyncio.create_task(second.reserve([BUDGET], 120, NOW_US))
+        await asked(2)
+        await first.answer()
+        may_run.set()
+        await giving
+        await giver.answer()
+        await granted
+        with pytest.raises(BudgetReserved):
+            await refused
 
 
 async def test_concurrent_requests_share_a_transaction_and_never_exceed_the_cap(
