@@ -148,8 +148,15 @@ def test_what_drafts_is_counted(plan, tmp_path):
 
 
 @pytest.mark.slow  # a process that imports torch; daily: tests/kernels/gpu/test_triton_placeholder.py
-def test_a_machine_without_triton_gets_the_same_plan(plan, tmp_path):
+@pytest.mark.parametrize("is_installed", [False, True])
+def test_a_machine_without_triton_gets_the_same_plan(plan, tmp_path, is_installed):
+    """Also where it is installed and cannot be imported."""
     expected = plan()
     hidden = without_module("triton", tmp_path / "site")
+    if is_installed:
+        (tmp_path / "site" / "sitecustomize.py").unlink()
+        (tmp_path / "site" / "triton.py").write_text(
+            "raise ImportError('libtriton.so: cannot open shared object file')"
+        )
     done = emberline_process("plan", str(tmp_path), "--json", home=tmp_path, **hidden)
     assert json.loads(done.stdout) == expected, done.stderr

@@ -1,9 +1,10 @@
-"""A placeholder for Triton on machines without it: lets the kernels' modules be imported, and launches no kernel.
+"""A placeholder for Triton on machines that cannot import it. The kernels' modules can be imported, and launch nothing.
 
 `emberline plan` builds the GPU backend on torch's meta device, for the sizes of its tensors and the shapes of its
 launches. Those are plain Python.
 """
 
+import importlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,15 +12,19 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
-_MODULES = ("triton", "triton.language", "triton.language.extra", "triton.language.extra.cuda")
+# All that kernels import of Triton, and the packages on the way. Not more: torch, too, looks what Triton has.
+_MODULES = (
+    *("triton", "triton.language", "triton.language.extra", "triton.language.extra.cuda"),
+    *("triton.tools", "triton.tools.tensor_descriptor"),
+)
 
 
 @contextmanager
 def importable_kernels(is_installed: bool | None = None) -> Iterator[None]:
     """Import the modules of GPU kernels inside. Without Triton, the placeholder takes its name until the block ends.
 
-    `is_installed`: True if Triton is; None: find out."""
-    if find_spec("triton") is not None if is_installed is None else is_installed:
+    `is_installed`: True if Triton is, and can be imported; None: find out."""
+    if _is_importable() if is_installed is None else is_installed:
         yield
         return
     before = {name: sys.modules.pop(name, None) for name in _MODULES}
@@ -31,6 +36,17 @@ def importable_kernels(is_installed: bool | None = None) -> Iterator[None]:
             del sys.modules[name]
             if module is not None:
                 sys.modules[name] = module
+
+
+def _is_importable() -> bool:
+    """True if Triton is installed and its libraries load: they may be built for another machine."""
+    if find_spec("triton") is None:
+        return False
+    try:
+        importlib.import_module("triton.language")
+    except ImportError:
+        return False
+    return True
 
 
 class _Module(ModuleType):
@@ -56,7 +72,7 @@ class _Kernel:
         self.__name__ = function.__name__
 
     def __getitem__(self, grid: object) -> Any:
-        raise RuntimeError(f"{self.__name__} cannot be launched: Triton is not installed")
+        raise RuntimeError(f"{self.__name__} cannot be launched: Triton cannot be imported")
 
 
 def _jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
