@@ -18,6 +18,9 @@ from emberline.catalog.store_watch import wait_until_offered
 from emberline.cli import common
 from emberline.predictor.versions import PredictorVersions
 from emberline.server.model_memory import machine_memory
+from emberline.weights.checkpoint import open_checkpoint
+from emberline.weights.task_config import task_of
+from emberline.weights.vision_config import read_tower_config
 from emberline.weights.whisper_files import LIBRARY, MISSING_LIBRARY
 
 if TYPE_CHECKING:
@@ -67,8 +70,7 @@ def _pull(store: ModelStore, args: argparse.Namespace) -> int:
     entry = fetch(args.model, store)
     load_text(entry)  # report a model that cannot be served now rather than when it is
     wait_until_offered(store.root)
-    is_missing = entry.card.task == SPEECH_RECOGNITION and find_spec(LIBRARY) is None
-    problem = f"it cannot run yet: {MISSING_LIBRARY}" if is_missing else ""
+    problem = _missing_library(entry)
     if args.json:
         common.print_json(_as_dict(entry) | ({"problem": problem} if problem else {}))
     else:
@@ -76,6 +78,21 @@ def _pull(store: ModelStore, args: argparse.Namespace) -> int:
     if problem:
         common.print_note(f"{entry.card.id}: {problem}")
     return 0
+
+
+def _missing_library(entry: ModelEntry) -> str:
+    """Say what a model cannot do yet, and how to install the library that is missing. Returns "" if none is."""
+    if entry.card.task == SPEECH_RECOGNITION:
+        return f"it cannot run yet: {MISSING_LIBRARY}" if find_spec(LIBRARY) is None else ""
+    if entry.card.predictor is not None or find_spec("torch") is not None:
+        return ""
+    from emberline.models.registry import IMAGES_NEED, missing_torch, why_torch
+
+    checkpoint = open_checkpoint(entry.path)
+    checkpoint.close()
+    if why := why_torch(task_of(entry.path).task, checkpoint.config):
+        return f"it cannot run yet: {missing_torch(why)}"
+    return "" if read_tower_config(entry.path) is None else f"it takes no images yet: {missing_torch(IMAGES_NEED)}"
 
 
 def _list(store: ModelStore, args: argparse.Namespace) -> int:

@@ -52,6 +52,7 @@ NATIVE_ARCHITECTURES = frozenset({"llama", "mistral", "qwen2", "qwen3", "gemma3"
 
 DRIVER_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvhost-gpu", "/dev/nvhost-ctrl-gpu")  # NVIDIA's, WSL's, Jetson's
 NO_DEVICE = "no CUDA device is available to torch"
+ENCODERS_NEED, IMAGES_NEED = "embeddings and reranking need", "images need"
 TORCH = "pip install 'emberline[torch]' (in a source tree: scripts/setup torch)"
 
 SHARED_MEMORY_BYTES = 227 << 10  # of a block, which the GPU kernels need: Hopper's
@@ -86,13 +87,28 @@ def select_device(asked: str, driver_files: Sequence[str] = DRIVER_FILES) -> str
 def require_torch(why: str) -> None:
     """Raise BadInput that says how to install torch, if it is not installed. why: what needs it."""
     if find_spec("torch") is None:
-        raise BadInput(f"{why} PyTorch, which is not installed: {TORCH}")
+        raise BadInput(missing_torch(why))
+
+
+def why_torch(task: str, config: Any) -> str:
+    """Say what in a model needs torch on a CPU, for `missing_torch`. Returns an empty string if nothing does.
+
+    `task` and `config` are those of the model's files."""
+    if task != "generate":
+        return ENCODERS_NEED
+    reason = why_not_native(config)
+    return "" if reason is None else f"{reason}: that needs"
+
+
+def missing_torch(why: str) -> str:
+    """Say how to install torch. why: what needs it, and the verb."""
+    return f"{why} PyTorch, which is not installed: {TORCH}"
 
 
 def _unusable(device: str) -> str | None:
     """Say why models cannot run on this CUDA device. Returns None if they can."""
     if find_spec("torch") is None:
-        return f"a GPU needs PyTorch, which is not installed: {TORCH}"
+        return missing_torch("a GPU needs")
 
     import torch
 
@@ -203,7 +219,7 @@ def lay_out(
 
 def load_encoder(source: NamedCheckpoint, device: str = "cpu", threads: int | None = None) -> EncoderModel:
     """The checkpoint's model as an encoder, with all its weights read: of the BERT family, or a decoder."""
-    require_torch("embeddings and reranking need")
+    require_torch(ENCODERS_NEED)
 
     from emberline.models.bert import Bert
     from emberline.models.decoder_embedder import DecoderEmbedder

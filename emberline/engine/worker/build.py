@@ -297,10 +297,10 @@ def _load_tower(model: Any, device: str, args: argparse.Namespace) -> "Images | 
     """Load the vision tower of a checkpoint. Returns None if it has none, or the engine takes no images."""
     if (config := read_tower_config(args.model)) is None:
         return None
-    from emberline.models.registry import require_torch
+    from emberline.models.registry import IMAGES_NEED, require_torch
 
     try:
-        require_torch("images need")
+        require_torch(IMAGES_NEED)
     except BadInput as error:
         _log.warning("%s; this worker takes no images", error)
         return None
@@ -491,9 +491,9 @@ def _receive_kv(
 
 def _build_encoder(args: argparse.Namespace, task: TaskConfig) -> Engine:
     with process.without_collections():
-        from emberline.models.registry import load_encoder, require_torch, select_device
+        from emberline.models.registry import ENCODERS_NEED, load_encoder, require_torch, select_device
 
-        require_torch("embeddings and reranking need")
+        require_torch(ENCODERS_NEED)
 
         from emberline.engine.encoders.encoder_loop import EncoderLimits, EncoderLoop
 
