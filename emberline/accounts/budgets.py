@@ -179,11 +179,12 @@ class Budgets:
         return allowance
 
     async def _extend(self, budget: Budget, allowance: Allowance, amount_pico: int) -> None:
-        """Get more from the store, for all that wait for it; raise where that cannot be enough."""
+        """Get more from the store, for all that wait for it; raise where that cannot be enough. What was granted may be
+        gone again, to another request or another core: the caller looks, and comes back."""
         if allowance.extending is None or not allowance.is_extending:
             allowance.extending = asyncio.create_task(self._acquire(budget, allowance, amount_pico))
         state = await asyncio.shield(allowance.extending)
-        if allowance.is_lost or allowance.free_pico >= amount_pico:
+        if allowance.is_lost or state.is_renewed or allowance.free_pico >= amount_pico:
             return
         left_pico = budget.cap_pico - state.committed_pico + allowance.free_pico
         if left_pico < amount_pico:
