@@ -48,7 +48,9 @@ class PriceStore:
         """Load the table, and record the prices of the configuration and of model cards where they are new."""
         await self.refresh()
         for model, price in (configured or {}).items():
-            last = next((v for v in reversed(self.table.history(model)) if v.source == "config"), None)
+            last = next(
+                (v for v in reversed(self.table.history(model)) if v.source == "config" and v.model == model), None
+            )
             if last is None or _rates(last.price) != price:
                 try:
                     await self.set(model, price, "config")

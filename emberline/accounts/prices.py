@@ -21,6 +21,12 @@ PriceSource = Literal["card", "config", "admin"]
 PUBLISHED = {"@cf/moonshotai/kimi-k2.5": Price(input=600_000, cached_input=100_000, output=3_000_000, neuron=11)}
 
 
+# Stands for the models of accounts that have no price of their own.
+ACCOUNTS_MODELS = "@accounts/*"
+_PREFIX = ACCOUNTS_MODELS[:-1]
+_PREFIX_LEN = len(_PREFIX)
+
+
 class PriceVersion(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """`price` is None where the model has no price from then on."""
 
@@ -48,35 +54,35 @@ class PriceTable:
         assert not history or version.number > history[-1].number, "versions are added in order"
         assert not history or version.valid_from_us >= history[-1].valid_from_us, "a version must not begin earlier"
         if version.price is not None:
-            version = msgspec.structs.replace(
-                version, price=msgspec.structs.replace(version.price, version=str(version.number))
-            )
+            # A usage row names its model and this: "*1" is the first default price, "1" the model's own first one.
+            name = f"{'*' if version.model == ACCOUNTS_MODELS else ''}{version.number}"
+            version = msgspec.structs.replace(version, price=msgspec.structs.replace(version.price, version=name))
         history.append(version)
         self._n_versions += 1
 
     def find(self, model: str, at_us: int) -> Price | None:
         """The price valid at a time. None: the model has no price then."""
         history = self._versions.get(model) or self._versions.get(model.lower())
-        if not history:
-            return None
-        if history[-1].valid_from_us <= at_us:
+        if history and history[-1].valid_from_us <= at_us:
             return history[-1].price
-        place = bisect_right(history, at_us, key=attrgetter("valid_from_us"))
-        return history[place - 1].price if place else None
+        if history and (place := bisect_right(history, at_us, key=attrgetter("valid_from_us"))):
+            return history[place - 1].price
+        is_defaulted = model[:_PREFIX_LEN] == _PREFIX and model != ACCOUNTS_MODELS
+        return self.find(ACCOUNTS_MODELS, at_us) if is_defaulted else None
 
     def version(self, model: str, number: str) -> Price | None:
         """The price that a usage row names."""
-        for version in self._versions.get(model.lower(), ()):
-            if str(version.number) == number:
-                return version.price
-        return None
+        history = self._versions.get(ACCOUNTS_MODELS if number.startswith("*") else model.lower(), ())
+        return next((each.price for each in history if each.price is not None and each.price.version == number), None)
 
     def n_versions(self, model: str) -> int:
+        """The number of versions of a model's own price."""
         return len(self._versions.get(model.lower(), ()))
 
     def history(self, model: str) -> list[PriceVersion]:
-        """Oldest first."""
-        return list(self._versions.get(model.lower(), ()))
+        """The versions of a model's price, or else of the default price of accounts' models, oldest first."""
+        own = self._versions.get(model.lower(), ())
+        return list(own or (self._versions.get(ACCOUNTS_MODELS, ()) if model.lower().startswith(_PREFIX) else ()))
 
     def cost(self, row: UsageRow) -> int | None:
         """Cost of a usage row at the price version it names. Returns None if the model had no price."""

@@ -412,7 +412,7 @@ class LocalCore:
         """True if the operator has named the model: by a worker, a price, an alias or an upstream server's list."""
         return (
             any(model in worker.endpoint.models for worker in self.admission.balancer.fleet.workers.values())
-            or bool(self.prices.history(model))
+            or self.prices.n_versions(model) > 0
             or self.aliases.table.leads_to(model)
             or self.lists_model(model)
         )

@@ -54,6 +54,19 @@ async def test_a_price_begins_now_or_later_and_in_order(database: DatabaseLocati
     await store.close()
 
 
+async def test_a_configured_price_is_a_models_own_whatever_the_default_is(database: DatabaseLocation) -> None:
+    store = await database.open()
+    prices, own = PriceStore(store), "@accounts/alice/m"
+    await prices.start({"@accounts/*": CHEAP, own: CHEAP})
+    await prices.set("@accounts/*", DEAR, "admin")
+    assert prices.table.n_versions(own) == 1
+    assert prices.table.n_versions("@accounts/bob/m") == 0, "the name alone makes no model known"
+    found = [prices.table.find(model, store.now_us()) for model in (own, "@accounts/bob/m")]
+    assert [price and (price.input, price.version) for price in found] == [(100, "1"), (1000, "*2")]
+    await prices.close()
+    await store.close()
+
+
 async def test_configured_prices_are_versions_when_they_change(database: DatabaseLocation) -> None:
     store = await database.open()
     sources: list[str] = []

@@ -2,6 +2,7 @@
 
 from bisect import bisect_right
 
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -52,3 +53,21 @@ def test_costs_of_rows() -> None:
     assert table.worst_case("m", 50, 10, 3) is None
     assert table.find("other", 0) is None
     assert [entry.number for entry in table.history("M")] == [1, 2]
+
+
+def test_models_of_accounts_have_a_default_price() -> None:
+    own, default = "@accounts/alice/m", "@accounts/*"
+    table = PriceTable([version(1, 10, Price(second=7), default), version(2, 30, Price(second=8), default)])
+    first = table.find(own, 10)
+    assert first is not None
+    row = usage(price_version=first.version)
+    row = msgspec.structs.replace(row, model=own, output_tokens=0, compute_ms=1000)
+    assert table.cost(row) == 7000
+    assert [each.number for each in table.history(own)] == [1, 2]
+    assert [table.find(model, 30) for model in (own, "@me/m", "m")] == [table.find(default, 30), None, None]
+    table.add(version(1, 20, Price(second=1), own))
+    assert [(price := table.find(own, at_us)) and price.second for at_us in (9, 10, 19, 20, 30)] == [None, 7, 7, 1, 1]
+    assert table.cost(row) == 7000, "a row has the price that it was charged"
+    table.add(version(2, 40, None, own))
+    assert table.find(own, 40) is None, "the model's own price was taken away"
+    assert [each.number for each in table.history(own)] == [1, 2]
