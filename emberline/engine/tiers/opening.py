@@ -10,7 +10,7 @@ from emberline.engine.cache_control import StoredCache
 from emberline.engine.memory import default_host_tier_bytes, free_host_bytes, n_gpus_of_machine
 from emberline.kv.slices import whole
 from emberline.kv.tiers.disk.block_cipher import CipherUnavailable, derived_key
-from emberline.kv.tiers.disk.disk_folder import model_folder
+from emberline.kv.tiers.disk.disk_folder import folders_of_other_groups, model_folder
 from emberline.kv.tiers.disk.disk_tier import DiskTier, slot_bytes
 from emberline.kv.tiers.group_tiers import GroupTiers
 from emberline.kv.tiers.host import HostTier, Segment, padded
@@ -72,7 +72,7 @@ def open_tiers(
     if args.kv_disk_bytes:
         tiers.append(_open_disk(args, fingerprint, layouts, ranks))
     if args.kv_store is not None:
-        undivided = whole([tuple(slices) for slices in ranks] or [tuple(layouts)])
+        undivided = whole([tuple(each) for each in ranks or [layouts]])
         tiers.append(ReslicedPool(open_pool(args.kv_store, tagging_key()), layouts, undivided))
     sizes = [layout.block_bytes for layout in layouts]
     least = MIN_STAGED_BLOCKS * sum(map(padded, set(sizes)))
@@ -128,30 +128,22 @@ def _open_disk(
         base = folder = model_folder(args.kv_disk_path, fingerprint)
         if n_ranks > 1:  # which keep different slices, of which a folder has those of one
             folder = base.with_name(f"{base.name}-rank{args.rank}of{n_ranks}")
-        if not args.rank and (others := _of_other_groups(base, n_ranks)):
-            _log.warning(
-                "KV on disk of this model by another number of ranks is not found by these %d: export it there and "
-                "import it here, or delete it",
-                n_ranks,
-                extra={"folders": [str(other) for other in others]},
-            )
         key = tagging_key()
         cipher_key = derived_key(key) if args.kv_disk_encrypt else None
-        return DiskTier(folder, layouts, capacity_bytes, key, cipher_key, fingerprint)
+        others, undivided = folders_of_other_groups(base, n_ranks), whole([tuple(each) for each in ranks or [layouts]])
+        tier = DiskTier(folder, layouts, capacity_bytes, key, cipher_key, fingerprint, others=others, whole=undivided)
+        if tier.unreadable and not args.rank:
+            _log.warning(
+                "KV on disk of this model by another number of ranks cannot be used by these %d: its stages, data type "
+                "or order of keys are others, or the key is; delete it, or export it there and import it here",
+                n_ranks,
+                extra={"folders": [str(path) for path in tier.unreadable]},
+            )
+        return tier
     except CipherUnavailable as error:
         raise BadInput(str(error), param="kv_disk_encrypt") from None
     except OSError as error:
         raise BadInput(f"the KV cache on disk cannot be opened: {error}", param="kv_disk_path") from None
-
-
-def _of_other_groups(base: Path, n_ranks: int) -> list[Path]:
-    """Folders of a model with the blocks of groups of another number of ranks."""
-    found = [base] if n_ranks > 1 and base.is_dir() else []
-    return found + [
-        path
-        for path in sorted(base.parent.glob(f"{base.name}-rank0of*"))
-        if path.name.rpartition("of")[2] != str(n_ranks)
-    ]
 
 
 def stored_cache(args: argparse.Namespace, fingerprint: str, tiers: GroupTiers | None) -> StoredCache:

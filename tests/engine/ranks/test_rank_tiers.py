@@ -2,6 +2,8 @@
 rank."""
 
 import contextlib
+import json
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -9,11 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from emberline.kv.tiers.disk.direct_file import PAGE, padded
 from emberline.kv.tiers.pool.pool_tier import PoolTier
 from emberline.protocol.request import EngineRequest
 from tests.engine.client import Client
 from tests.engine.ranks.test_rank_worker import (  # noqa: F401
     CONFIG,
+    MIXTRAL,
     PROMPT,
     followers,
     is_gone,
@@ -71,6 +75,40 @@ def test_a_prefix_comes_from_every_ranks_disk_after_a_restart(
             client.sock.settimeout(120)
             assert run(client, ASKED) == expected
             assert not client.deltas["first"][0].usage.cached_by_tier.get("disk")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [(("--tp", "2"), ()), ((), ("--tp", "2")), (("--tp", "2"), ("--tp", "2", "--pp", "2"))],
+    ids=["tp2 to tp1", "tp1 to tp2", "tp2 to tp2 pp2"],
+)
+def test_a_prefix_comes_from_the_disk_of_another_number_of_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: tuple[str, ...], second: tuple[str, ...]
+) -> None:
+    mixtral = write_checkpoint(tmp_path, MIXTRAL)
+    monkeypatch.setenv("EMBERLINE_KV_KEY", KV_KEY)
+    disk = ("--kv-disk-bytes", str(4 << 20), "--kv-disk-path", str(tmp_path / "kv"))
+
+    def replied(*flags: str) -> tuple[list[list[int]], int]:
+        """Return the reply of a new worker, and the prompt tokens that it has read from disk."""
+        with worker(mixtral, tmp_path / "socket", *flags) as (process, ready):
+            assert ready.get("ready"), ready
+            with Client(ready["address"]) as client:
+                client.sock.settimeout(120)
+                tokens = run(client, ASKED)
+                n_cached = client.deltas["first"][0].usage.cached_by_tier.get("disk", 0)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 0
+            return tokens, n_cached
+
+    expected, _ = replied()
+    assert replied(*first, *disk) == (expected, 0)
+    assert replied(*second, *disk) == (expected, 64)
+    (blocks,) = (tmp_path / "kv").glob(f"{'*-rank1of2' if first else '[!-]' * 32}/0/*.blocks")
+    (n_bytes,) = json.loads((blocks.parent / "format.json").read_text())["layouts"].values()
+    os.truncate(blocks, 2 * (PAGE + padded(n_bytes)))
+    assert replied(*second, *disk) == (expected, 32), "the other blocks lack a part, or all"
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from emberline.engine.tiers.opening import (
@@ -94,14 +95,30 @@ def test_a_disk_that_was_asked_for_has_its_staging_area_however_little_memory_is
         tiers.close()
 
 
-def test_blocks_on_disk_of_another_number_of_ranks_are_named(
+def test_blocks_on_disk_of_another_number_of_ranks_are_found_or_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv(KEY_VARIABLE, "ab" * 32)
     args = parse("--kv-disk-bytes", "1000000", "--kv-disk-path", str(tmp_path))
-    for ranks, n_warnings in (((), 0), ((), 0), (([GROUP],) * 2, 1), ((), 1)):
+    whole = msgspec.structs.replace(GROUP, kv_heads=2)
+    halves = [msgspec.structs.replace(whole, kv_heads=1, first_head=head) for head in range(2)]
+    stages = [msgspec.structs.replace(whole, layers=(layer,)) for layer in whole.layers]
+    for number, (ranks, n_found, n_warnings) in enumerate(
+        [
+            ([whole], 0, 0),
+            ([whole], 1, 0),
+            (halves, 2, 0),
+            (stages, 2, 0),  # of whole blocks; those of the halves, in a folder of the same name, are discarded
+            ([whole], 2, 1),
+        ]
+    ):
         caplog.clear()
-        tiers = open_tiers(args, "model", [GROUP], MOVER, ranks=ranks)
+        several = [[group] for group in ranks] if len(ranks) > 1 else ()
+        tiers = open_tiers(args, "model", [ranks[0]], MOVER, ranks=several)
         assert tiers is not None
+        (disk,) = tiers.all_tiers
+        assert len(disk.held()) == n_found, ranks
+        data = memoryview(bytearray(ranks[0].block_bytes))
+        disk.write([block_id(number, ranks[0])], [data], [BlockMeta()])
         tiers.close()
         assert len([each for each in caplog.records if "another number of ranks" in each.message]) == n_warnings

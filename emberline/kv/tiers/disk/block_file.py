@@ -80,10 +80,19 @@ class BlockFile:
     def is_linked(self) -> bool:
         return self.file.is_linked
 
+    @property
+    def disk_bytes(self) -> int:
+        """Space on disk that the blocks take, and that they left."""
+        return self.file.disk_bytes
+
     def close(self) -> None:
         """Make everything durable. OSError where that fails."""
         with self.lock:
             self.index.store(self._index_descriptor, range(self.index.n_used))
+        self.sync()
+
+    def sync(self) -> None:
+        """Make durable what was written and wiped. OSError where that fails."""
         self.file.sync()
         os.fsync(self._index_descriptor)
 
@@ -194,15 +203,23 @@ class BlockFile:
 
     def _grow(self, n_blocks: int) -> None:
         """Have space for so many fresh slots, if the capacity allows and the disk has it."""
+        if not (n := self._growth(n_blocks)):
+            return
+        self.file.allocate(self.index.n_ready * self.slot_bytes, n * self.slot_bytes)
+        with self.lock:
+            self.index.n_ready += n
+
+    def _growth(self, n_blocks: int) -> int:
+        """Slots by which the file grows before so many blocks are written."""
         with self.lock:
             index = self.index
             n = min(self.n_slots - index.n_ready, n_blocks - (index.n_ready - index.n_used))
-        if n <= 0:
-            return
-        n = min(self.n_slots - index.n_ready, max(n, self._grow_bytes // self.slot_bytes))
-        self.file.allocate(index.n_ready * self.slot_bytes, n * self.slot_bytes)
-        with self.lock:
-            index.n_ready += n
+        return min(self.n_slots - index.n_ready, max(n, self._grow_bytes // self.slot_bytes)) if n > 0 else 0
+
+    def disk_bytes_after(self, n_blocks: int) -> int:
+        """Space that the file takes at most once so many blocks more are written: also in slots that were wiped."""
+        n_more = self._growth(n_blocks) + min(n_blocks, self.index.n_free)
+        return min(self.n_slots * self.slot_bytes, self.disk_bytes + n_more * self.slot_bytes)
 
     def oldest_s(self) -> float:
         """Unix time at which the block was used that was not used for longest; 0: there is none."""
@@ -222,9 +239,29 @@ class BlockFile:
             before = len(self.index)
             slots = self.index.belonging(owner, session).tolist()
         self.wipe(slots)
-        self.file.sync()
-        os.fsync(self._index_descriptor)
+        self.sync()
         return before - len(self.index)
+
+    def evict(self, n_blocks: int) -> list[bytes]:
+        """Forget the blocks that are evicted first, and give their space back. Returns their keys."""
+        with self.lock:
+            slots = sorted(self.index.evict(n_blocks))
+            keys = [self.index.records["key"][slot].tobytes() for slot in slots]
+        self.wipe(slots)
+        return keys
+
+    def trim(self) -> None:
+        """Give back the space of slots that hold no block, and what was allocated behind them."""
+        with self.lock:
+            slots = self.index.without_block()
+        self.wipe(slots)
+        self.file.truncate(self.file.n_bytes)
+
+    def discard(self, keys: Iterable[bytes]) -> None:
+        """Forget blocks, and give their space back."""
+        with self.lock:
+            slots = sorted(slot for key in keys if (slot := self.index.slots.get(key)) is not None)
+        self.wipe(slots)
 
     def wipe(self, slots: Sequence[int]) -> None:
         with self.lock:  # not served from now on, also if wiping fails

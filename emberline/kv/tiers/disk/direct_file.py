@@ -58,6 +58,11 @@ class DirectFile:
         return os.fstat(self._descriptor).st_size
 
     @property
+    def disk_bytes(self) -> int:
+        """Space that the file takes: without what was wiped, and with what is allocated behind its end."""
+        return 512 * os.fstat(self._descriptor).st_blocks
+
+    @property
     def is_linked(self) -> bool:
         """True if the path still names this file."""
         try:

@@ -26,6 +26,15 @@ def model_folder(disk_path: Path, fingerprint: str) -> Path:
     return disk_path / blake2b(fingerprint.encode(), digest_size=16).hexdigest()
 
 
+def folders_of_other_groups(base: Path, n_ranks: int) -> list[list[Path]]:
+    """Folders of a model's groups of another number of ranks: for each number those of its ranks."""
+    found: dict[str, list[Path]] = {"1": [base]} if base.is_dir() else {}
+    for path in sorted(base.parent.glob(f"{base.name}-rank*of*")):
+        found.setdefault(path.name.rpartition("of")[2], []).append(path)
+    found.pop(str(n_ranks), None)
+    return list(found.values())
+
+
 class FolderFormat(msgspec.Struct, frozen=True):
     """Format in which the blocks of a folder were written."""
 
@@ -62,11 +71,11 @@ _decoder = msgspec.json.Decoder(FolderFormat)
 class TierFolder:
     """A folder that this process has locked, until this object or the process is gone."""
 
-    def __init__(self, path: Path) -> None:
-        """BlockingIOError: another process has it."""
+    def __init__(self, path: Path, shared: bool = False) -> None:
+        """shared: others may lock it so, too, and nobody writes blocks. BlockingIOError: another process has it."""
         self.path = path
         self._descriptor = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(self._descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
 
     @classmethod
     def take(cls, base: Path) -> "TierFolder":
@@ -92,7 +101,7 @@ class TierFolder:
             return None
 
     def write_format(self, known: FolderFormat) -> None:
-        new = self.path / f"{_FORMAT}.new"
+        new = self.path / f"{_FORMAT}.{os.getpid()}"  # ranks that share the folder may write it at once
         new.write_bytes(msgspec.json.encode(known))
         new.replace(self.path / _FORMAT)
 

@@ -3,6 +3,9 @@
 A worker takes the first folder below its model's that no other process has locked, so two workers of one model have
 two folders, and a worker that restarts finds what it or another one left. Everything in a folder may be deleted at any
 time: the tier notices and starts anew.
+
+What groups of another number of ranks have left is served as well (`other_layouts.py`), and gives way to new blocks:
+both together take no more space than the tier was given.
 """
 
 import logging
@@ -22,16 +25,18 @@ from emberline.kv.retention import Conversation, Retention
 from emberline.kv.tiers.block_tag import BlockTagger
 from emberline.kv.tiers.disk.block_cipher import BlockCipher
 from emberline.kv.tiers.disk.block_file import GROW_BYTES, BlockFile, SlotRun
+from emberline.kv.tiers.disk.block_reader import BlockReader
 from emberline.kv.tiers.disk.direct_file import PAGE, IoThreads, padded
 from emberline.kv.tiers.disk.disk_folder import FolderFormat, TierFolder
 from emberline.kv.tiers.disk.drive_health import DRIVE_TIMES, NO_ROOM, DriveHealth, DriveTimes
+from emberline.kv.tiers.disk.other_layouts import OtherLayouts
 from emberline.kv.tiers.tier import BlockId, BlockMeta, TierStats, layout_tag
 from emberline.protocol.block_hash import KVGroup
 from emberline.protocol.errors import BadInput
 
-READ_THREADS, WRITE_THREADS = 8, 2
+WRITE_THREADS = 2
+MIN_GROWTHS = 32  # of a tier beside blocks of other layouts, before it has all its space
 AGE_S = 30.0  # between two looks for the oldest block, which takes milliseconds
-WARN_S = 60.0  # between two warnings about damaged blocks
 MIN_RATED_BYTES = 1 << 20  # of a read: less says nothing about the drive's rate
 _RATE_GAIN = 0.2
 
@@ -56,9 +61,15 @@ class DiskTier:
         times: DriveTimes = DRIVE_TIMES,
         clock: Callable[[], float] = time.monotonic,
         grow_bytes: int = GROW_BYTES,
+        others: Sequence[Sequence[Path]] = (),
+        whole: Sequence[KVGroup] = (),
     ) -> None:
-        """`clock`: in seconds, for `times`. `grow_bytes`: disk space that is allocated in one call."""
-        self._base = base
+        """`clock`: in seconds, for `times`. `grow_bytes`: disk space that is allocated in one call. `others`: for each
+        group of another number of ranks, the folders of its ranks. `whole`: blocks that are not divided; `others` need
+        them."""
+        self._base, self._other_groups = base, others
+        self.unreadable: list[Path] = []  # folders of other groups with blocks that this one cannot use
+        self._groups, self._whole = groups, whole
         self._times, self._clock, self._grow_bytes = times, clock, grow_bytes
         self._fingerprint = fingerprint
         self._layouts = {layout_tag(group): group.block_bytes for group in groups}
@@ -73,15 +84,15 @@ class DiskTier:
         self._tagger = BlockTagger(key)
         self._cipher = BlockCipher(cipher_key) if cipher_key is not None else None
         self._health = DriveHealth(f"the KV cache on disk ({base})", clock, times)
-        self._readers = IoThreads(READ_THREADS - 1, "kv-disk-read")  # the caller is one more
-        self._writers = IoThreads(WRITE_THREADS - 1, "kv-disk-write")
+        self._reader = BlockReader(self._health)
+        self._writers = IoThreads(WRITE_THREADS - 1, "kv-disk-write")  # the caller is one more
         self._mutation = threading.RLock()  # held while blocks are written, purged or files opened
         self._files: dict[bytes, BlockFile] = {}
+        self._others: OtherLayouts | None = None
         self._folder: TierFolder | None = None
         self._format: FolderFormat | None = None
         self._checked_s = self._full_until_s = -inf
         self._full = ""
-        self._warn_s = 0.0
         self._oldest_s, self._aged_s = 0.0, -inf  # Unix time of the block least recently used; when it was looked up
         self._stats = TierStats("disk", capacity_bytes=self._n_slots * self._slot_bytes)
         self._stats_lock = threading.Lock()
@@ -99,10 +110,21 @@ class DiskTier:
             return [False] * len(ids)
         indexed = {tag: file.index.slots for tag, file in self._files.items()}
         nothing: dict[bytes, int] = {}
-        return [key in indexed.get(tag, nothing) for key, tag in ids]
+        held = [key in indexed.get(tag, nothing) for key, tag in ids]
+        if self._others is not None and not all(held):
+            missing = [at for at, has in enumerate(held) if not has]
+            for at, has in zip(missing, self._others.holds([ids[at] for at in missing])):
+                held[at] = has
+        return held
+
+    def has_own(self, id_: BlockId) -> bool:
+        """True if this rank has written the block itself."""
+        file = self._files.get(id_.tag)
+        return file is not None and id_.key in file.index.slots
 
     def held(self) -> list[BlockId]:
-        return [BlockId(key, tag) for tag, file in self._files.items() for key in list(file.index.slots)]
+        found = [BlockId(key, tag) for tag, file in self._files.items() for key in list(file.index.slots)]
+        return found if self._others is None else list(dict.fromkeys(found + self._others.held()))
 
     def look_up(self, ids: Sequence[BlockId]) -> None:
         """All is known."""
@@ -112,6 +134,9 @@ class DiskTier:
         stats, files = self._stats, list(self._files.values())
         stats.blocks = sum(len(file.index) for file in files)
         stats.used_bytes = sum(len(file.index) * file.slot_bytes for file in files)
+        if (others := self._others) is not None:
+            stats.blocks += others.n_blocks
+            stats.used_bytes += others.used_bytes
         stats.evicted = self._evicted + sum(file.index.evicted for file in files)
         state = self._health.state
         stats.state = f"degraded: {self._full}" if state == "ok" and self._full else state
@@ -125,15 +150,12 @@ class DiskTier:
         found = [False] * len(ids)
         if self._available():
             began_s = time.perf_counter()
-            wanted: dict[bytes, list[tuple[int, bytes, memoryview]]] = {}
-            for at, ((key, tag), buffer) in enumerate(zip(ids, buffers)):
-                wanted.setdefault(tag, []).append((at, key, buffer.cast("B")))
-            files = self._files
-            known = [(files[tag], blocks) for tag, blocks in wanted.items() if tag in files]
-            tasks = [
-                partial(self._read_run, file, run, found) for file, blocks in known for run in file.located(blocks)
-            ]
-            self._readers.run_all(tasks)
+            files, others = self._files, self._others
+            found = self._reader.read(lambda _, tag: files.get(tag), ids, buffers)
+            if others is not None and (missing := [at for at, has in enumerate(found) if not has]):
+                read = others.read([ids[at] for at in missing], [buffers[at] for at in missing])
+                for at, good in zip(missing, read):
+                    found[at] = good
             self._count_read(ids, found, time.perf_counter() - began_s)
         else:
             self._count_read(ids, found, 0.0)
@@ -153,12 +175,14 @@ class DiskTier:
                     self.touch([BlockId(key, tag) for key in blocks])
                     missing = [block for key, block in blocks.items() if key not in file.index.slots]
                     n_new += len(missing)
+                    self._make_room(file, len(missing))
                     n_written += self._write_blocks(file, missing)
             else:
                 n_new = sum(map(len, wanted.values()))
             if time.monotonic() >= self._aged_s + AGE_S:
                 self._aged_s = time.monotonic()
-                oldest = [file.oldest_s() for file in self._files.values()]
+                sources = [*self._files.values(), *((self._others,) if self._others is not None else ())]
+                oldest = [source.oldest_s() for source in sources]
                 self._oldest_s = min((at_s for at_s in oldest if at_s), default=0.0)
         with self._stats_lock:
             self._stats.dropped += n_new - n_written
@@ -168,6 +192,8 @@ class DiskTier:
             if (file := self._files.get(tag)) is not None:
                 with file.lock:
                     file.index.touch(keys, conversation)
+        if self._others is not None:
+            self._others.touch(ids)
 
     def follow(self, retention: Retention) -> None:
         self._retention = retention
@@ -179,12 +205,16 @@ class DiskTier:
         for file in self._files.values():
             with file.lock:
                 file.index.retire(owner, session, first)
+        if self._others is not None:
+            self._others.retire(owner, session, first)
 
     def remove(self, ids: Sequence[BlockId]) -> None:
         with self._mutation:
             for tag, keys in _by_tag(ids).items():
                 if (file := self._files.get(tag)) is not None:
                     self._try(partial(file.remove, keys))
+            if self._others is not None:
+                self._try(partial(self._others.remove, ids))
 
     def evict(self, ids: Sequence[BlockId]) -> None:
         """Forget valid blocks. The index file may still name them after a crash, which does no harm."""
@@ -193,13 +223,16 @@ class DiskTier:
                 with file.lock:
                     for key in keys:
                         file.index.drop(key)
+        if self._others is not None:
+            self._others.evict(ids)
 
     def purge(self, owner: bytes | None = None, session: bytes | None = None) -> int:
         """Unlike the others it raises OSError: whoever purges must know that something may be left."""
         with self._mutation:
             if not self._files:
                 self._open()
-            return sum(file.purge(owner, session) for file in self._files.values())
+            n_others = 0 if self._others is None else self._others.purge(owner, session)
+            return n_others + sum(file.purge(owner, session) for file in self._files.values())
 
     def chains(self, owner: bytes, session: bytes | None) -> list[tuple[BlockId, BlockMeta]]:
         """The blocks of a session, or of all sessions of an owner, with those before them in their chains."""
@@ -207,33 +240,23 @@ class DiskTier:
         for tag, file in self._files.items():
             with file.lock:
                 found += [(BlockId(key, tag), meta) for key, meta in file.index.chains(owner, session)]
-        return found
+        return found if self._others is None else found + self._others.chains(owner, session)
 
     def close(self) -> None:
         with self._mutation:
-            self._readers.close()
+            self._reader.close()
             self._writers.close()
             files, self._files = self._files, {}
             folder, self._folder = self._folder, None
+            others, self._others = self._others, None
+            if others is not None:
+                self._try(others.close)
             if folder is None or self._format is None:
                 return
             if all(map(self._try, [file.close for file in files.values()])):
                 self._try(partial(folder.write_format, msgspec.structs.replace(self._format, clean=True)))
 
-    # --- one run of neighbouring slots -----------------------------------------------------------------------------
-
-    def _read_run(self, file: BlockFile, run: SlotRun, found: list[bool]) -> None:
-        try:
-            with self._health.call():
-                verified = file.read(run)
-        except OSError:
-            self._try(partial(file.remove, run.keys))
-            return
-        for at, good in zip(run.at, verified):
-            found[at] = good
-        if not all(verified) and time.monotonic() >= self._warn_s:
-            self._warn_s = time.monotonic() + WARN_S
-            _log.warning("blocks of the KV cache on disk did not verify and are recomputed (%s)", file.file.path)
+    # --- one write -------------------------------------------------------------------------------------------------
 
     def _write_blocks(self, file: BlockFile, blocks: list[tuple[bytes, memoryview, BlockMeta]]) -> int:
         """Write blocks to the file, and return the number written."""
@@ -242,7 +265,7 @@ class DiskTier:
             return 0
         may_grow = self._clock() >= self._full_until_s
         try:
-            runs = file.reserve(blocks, may_grow)
+            runs = self._reserve(file, blocks, may_grow)
         except OSError as error:
             self._write_failed(error)
             may_grow = False
@@ -265,6 +288,34 @@ class DiskTier:
         with self._stats_lock:
             self._stats.written_bytes += sum(written) * file.block_bytes
         return sum(written)
+
+    def _reserve(
+        self, file: BlockFile, blocks: list[tuple[bytes, memoryview, BlockMeta]], may_grow: bool
+    ) -> list[SlotRun]:
+        """Reserve slots. On a full disk blocks of other layouts give way. Raises OSError of the drive."""
+        try:
+            return file.reserve(blocks, may_grow)
+        except OSError as error:
+            if self._others is None or error.errno not in NO_ROOM:
+                raise
+        needed = file.disk_bytes_after(len(blocks)) - file.disk_bytes
+        self._shrink_others(self._others, self._others.disk_bytes - needed)
+        return file.reserve(blocks, may_grow)
+
+    def _make_room(self, file: BlockFile | None = None, n_blocks: int = 0) -> None:
+        """Have blocks of other layouts give way, as far as they and this rank's own would take more space than there
+        is, once so many blocks are written to a file."""
+        if (others := self._others) is None:
+            return
+        own = sum(each.disk_bytes for each in self._files.values() if each is not file)
+        own += 0 if file is None else file.disk_bytes_after(n_blocks)
+        self._try(partial(self._shrink_others, others, self._stats.capacity_bytes - own))
+
+    def _shrink_others(self, others: OtherLayouts, limit_bytes: int) -> None:
+        evicted = others.shrink(limit_bytes)
+        self._evicted += len(evicted)
+        if self.evicted is not None:
+            self.evicted.extend(id_ for id_ in evicted if not self.has_own(id_))
 
     def _write_failed(self, error: OSError, counted: bool = False) -> int:
         if error.errno in NO_ROOM:
@@ -310,7 +361,8 @@ class DiskTier:
         try:
             self._checked_s = now_s
             if self._files and self._folder is not None:
-                if self._folder.is_linked and all(file.is_linked for file in self._files.values()):
+                linked = self._folder.is_linked and all(file.is_linked for file in self._files.values())
+                if linked and (self._others is None or self._others.is_linked):
                     return True
                 _log.warning("files of the KV cache on disk were removed (%s): it starts anew", self._folder.path)
             self._open()
@@ -326,7 +378,7 @@ class DiskTier:
             self._evicted += file.index.evicted
             if self._retention is not None:
                 self._retention.remove_listener(file.index.order)
-        self._files, self._folder = {}, None
+        self._files, self._folder, self._others = {}, None, None
         began_s = time.perf_counter()
         folder = TierFolder.take(self._base)
         known = folder.read_format()
@@ -336,10 +388,11 @@ class DiskTier:
             _log.warning("the KV cache in %s was written by another version or key: it is discarded", folder.path)
         folder.write_format(new)
         trusted = known is not None and known.is_trusted(new.boot)
+        others = self._open_others(new)
+        if others is not None:  # they give way to what is allocated at once
+            self._grow_bytes = min(self._grow_bytes, self._stats.capacity_bytes // MIN_GROWTHS)
         opened = {
-            tag: BlockFile(
-                folder.path, tag, n_bytes, self._n_slots, self._tagger, self._cipher, trusted, self._grow_bytes
-            )
+            tag: self._open_file(folder.path, tag, n_bytes, self._n_slots, trusted)
             for tag, n_bytes in self._layouts.items()
         }
         for tag, file in opened.items():
@@ -348,12 +401,31 @@ class DiskTier:
             if self._retention is not None:
                 file.index.order.follow(self._retention)
         self._files, self._folder, self._format = opened, folder, new
+        self._others = others
+        self._make_room()
         if self.changes is not None:
             self.changes.reset()
         n_blocks = sum(len(file.index) for file in opened.values())
         took_ms = round(1000 * (time.perf_counter() - began_s))
         facts = {"blocks": n_blocks, "took_ms": took_ms, "direct": all(file.file.direct for file in opened.values())}
+        if self._others is not None:
+            facts["blocks_of_other_layouts"] = self._others.n_blocks
         _log.info("KV cache on disk: %s", folder.path, extra=facts)
+
+    def _open_file(self, folder: Path, tag: bytes, n_bytes: int, n_slots: int, trusted: bool) -> BlockFile:
+        return BlockFile(folder, tag, n_bytes, n_slots, self._tagger, self._cipher, trusted, self._grow_bytes)
+
+    def _open_others(self, known: FolderFormat) -> OtherLayouts | None:
+        """Open what groups of another number of ranks have left. Returns None if there is nothing to serve."""
+        try:
+            slices = self._groups, self._whole
+            others = OtherLayouts(self._other_groups, *slices, known, self._open_file, self._reader)
+        except OSError as error:
+            _log.warning("KV on disk of another number of ranks cannot be opened and is not used: %s", error)
+            return None
+        self.unreadable = others.unreadable
+        others.follow(partial(_on_lost, weakref.ref(self)))
+        return others if others.files else None
 
 
 def slot_bytes(groups: Sequence[KVGroup]) -> int:
@@ -365,6 +437,12 @@ def _on_change(of: "weakref.ref[DiskTier]", tag: bytes, key: bytes, stored: bool
     tier = of()
     if tier is not None and tier.changes is not None:
         (tier.changes.stored if stored else tier.changes.removed)((BlockId(key, tag),))
+
+
+def _on_lost(of: "weakref.ref[DiskTier]", id_: BlockId) -> None:
+    tier = of()
+    if tier is not None and tier.changes is not None and not tier.has_own(id_):
+        tier.changes.removed((id_,))
 
 
 def _on_evict(of: "weakref.ref[DiskTier]", tag: bytes, key: bytes) -> None:

@@ -70,6 +70,11 @@ class SlotIndex:
     def __len__(self) -> int:
         return len(self.slots)
 
+    @property
+    def n_free(self) -> int:
+        """Slots that are written again before the file grows."""
+        return len(self._free)
+
     def meta(self, slot: int) -> BlockMeta:
         record = self.records[slot]
         owner, session, parent = (_stripped(record[name].tobytes()) for name in ("owner", "session", "parent"))
@@ -133,7 +138,7 @@ class SlotIndex:
         n_fresh = max(0, min(n - len(taken), self.n_ready - self.n_used))
         taken += range(self.n_used, self.n_used + n_fresh)
         self.n_used += n_fresh
-        return sorted(taken + self._evict(n - len(taken)))
+        return sorted(taken + self.evict(n - len(taken)))
 
     def begin(self, slots: Slots, keys: Sequence[bytes], metas: Sequence[BlockMeta]) -> None:
         """Record that these blocks are about to be written to these slots."""
@@ -179,6 +184,10 @@ class SlotIndex:
                 mine &= _equal(records, name, value)
         return np.flatnonzero(mine | uncertain)
 
+    def without_block(self) -> list[int]:
+        """Slots whose content is not served."""
+        return np.flatnonzero(self.records["state"][: self.n_used] != SlotState.VALID).tolist()
+
     def chains(self, owner: bytes, session: bytes | None) -> list[tuple[bytes, BlockMeta]]:
         """The valid blocks of a session, or of all of the owner's, and those before them in their chains."""
         found: dict[bytes, BlockMeta] = {}
@@ -208,7 +217,8 @@ class SlotIndex:
         valid = self.records["state"][: self.n_used] == SlotState.VALID
         return float(self.records["used_s"][: self.n_used][valid].min()) if valid.any() else 0.0
 
-    def _evict(self, most: int) -> list[int]:
+    def evict(self, most: int) -> list[int]:
+        """Serve the blocks no more that are evicted first. Returns their slots, which are the caller's."""
         slots = self.order.take(min(most, len(self.slots)))
         for slot in slots:
             key = self.records["key"][slot].tobytes()

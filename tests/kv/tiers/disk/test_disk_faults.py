@@ -174,18 +174,24 @@ def test_no_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog) 
 # --- a full disk -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("where", ["allocate", "write"])
-def test_full_disk(tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
-    tier = open_tier(tmp_path, 16, times=DriveTimes(full_pause_s=-1.0), grow_bytes=1)
-    write(tier, NUMBERS[:6])
-    real, full = getattr(DirectFile, where), True
+def limit_space(monkeypatch: pytest.MonkeyPatch, where: str, is_full: Callable[[], bool]) -> None:
+    """Let calls fail as on a full disk, while it is full."""
+    real = getattr(DirectFile, where)
 
-    def no_room(file: DirectFile, *rest):
-        if full:
+    def no_room(file: DirectFile, *rest: object) -> object:
+        if is_full():
             raise OSError(errno.ENOSPC, "No space left on device")
         return real(file, *rest)
 
     monkeypatch.setattr(DirectFile, where, no_room)
+
+
+@pytest.mark.parametrize("where", ["allocate", "write"])
+def test_full_disk(tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+    tier = open_tier(tmp_path, 16, times=DriveTimes(full_pause_s=-1.0), grow_bytes=1)
+    write(tier, NUMBERS[:6])
+    full = True
+    limit_space(monkeypatch, where, lambda: full)
     write(tier, NUMBERS[6:])
     write(tier, NUMBERS[6:] if where == "write" else [])
     assert tier.stats().state == "degraded: the disk is full"
