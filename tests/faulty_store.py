@@ -15,7 +15,7 @@ class FaultyStore:
     """Passes everything on to a real store, except while a fault is set. Reads work while the store is away: tests
     read what was written."""
 
-    def __init__(self, store: Database, now_us: Callable[[], int] | None = None) -> None:
+    def __init__(self, store: Database, now_us: Callable[[], int] | None = None, after: Hook | None = None) -> None:
         self.store = store
         self._now_us = now_us or store.now_us
         self.away = False  # writes raise Unavailable
@@ -23,7 +23,7 @@ class FaultyStore:
         self.mute = False  # notifications are lost
         self.later_us = 0  # by which its clock is ahead
         self.before: Hook | None = None  # awaited before each write, transaction, run and read: the name, what is asked
-        self.after: Hook | None = None  # awaited after each read, before its rows are returned
+        self.after = after  # awaited after each read, before its rows are returned
         self.refused = 0  # writes that failed or hang
 
     def __getattr__(self, name: str) -> Any:

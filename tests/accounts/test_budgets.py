@@ -132,19 +132,20 @@ async def test_a_core_that_asks_while_another_gives_back_gets_what_became_free_m
 
 async def test_what_a_core_gets_and_gives_back_at_once_is_not_refused(store: Database) -> None:
     """It asked for what others do not use, and answers its own question between the grant and the reservation."""
-    late, limits = FaultyStore(store), LeaseLimits(answer_wait_s=60.0)
+    polls, may_run, has_read = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def note_reads(name: str, _: Any) -> None:
+        has_read.set()
+
+    late, limits = FaultyStore(store, after=note_reads), LeaseLimits(answer_wait_s=60.0)
     giver, asker = Budgets(store, "giver"), Budgets(late, "asker", limits=limits)
     await giver.reserve([BUDGET], 100, NOW_US)  # and a slice of 50 more
     await asker.reserve([BUDGET], 800, NOW_US)
-    polls, may_run, has_read = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     async def wait(name: str, _: Any) -> None:
         if name == "run":
             polls.set()
             await may_run.wait()
-
-    async def read(*_: Any) -> None:
-        has_read.set()
 
     async with asyncio.timeout(60):
         granted = asyncio.create_task(asker.reserve([BUDGET], 100, NOW_US))
@@ -153,7 +154,7 @@ async def test_what_a_core_gets_and_gives_back_at_once_is_not_refused(store: Dat
         late.before = wait
         await polls.wait()
         await giver.answer()
-        late.after = read
+        has_read.clear()
         answering = asyncio.create_task(asker.answer())
         await has_read.wait()
         await asyncio.sleep(0)  # it waits for the transaction of the request
