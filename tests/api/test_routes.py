@@ -24,7 +24,7 @@ OPEN = {"/", "/assets/{asset}", "/operations", "/favicon.ico", "/health", "/open
 }
 
 
-PUSHED_MODELS = {f"/api/models/{act}" for act in ("push", "versions", "rollback", "remove")}
+PUSHED_MODELS = {f"/api/models/{act}" for act in ("push", "versions", "rollback", "remove", "logs")}
 
 
 def url(route: Route) -> str:
