@@ -86,7 +86,7 @@ class EngineTransport:
         self._prefill: Prefill | None = None
         self._stream: EngineStream | None = None
         self._by_id: dict[str, ChoiceDecoder] = {}  # by sequence id
-        self._failed: Unavailable | None = None  # raised once the events before it are delivered
+        self._failed: EmberlineError | None = None  # raised once the events before it are delivered
         if job is not None and job.resume_from is not None:
             (choice,) = self._choices
             choice.push(job.resume_from)
@@ -250,7 +250,13 @@ class EngineTransport:
         assert self._stream is not None
         choice = self._by_id[delta.id]
         if delta.finish == "error" or delta.finish == "cancelled":
-            return self._fail(choice, delta)
+            self._failed = self._error(delta.error)
+            if isinstance(self._failed, Unavailable):
+                return  # what it has drawn last, another engine draws again
+            self._count_prefilled(delta)
+            if not delta.token_ids:
+                return
+            delta.finish = None
         if delta.waited_s:
             self._engine_wait_s = delta.waited_s
         if not self._started:
@@ -326,16 +332,6 @@ class EngineTransport:
         """Later attempts are not counted: what they find in caches, the first may have computed."""
         if self._cached_by_tier is None:
             self._cached_by_tier = cached_by_tier
-
-    def _fail(self, choice: ChoiceDecoder, delta: TokenDelta) -> None:
-        """A sequence ended without its reply."""
-        error = self._error(delta.error)
-        if isinstance(error, Unavailable):
-            self._failed = error
-            return
-        choice.output_ids += delta.token_ids  # computed, so counted
-        self._count_prefilled(delta)
-        raise error
 
     def _error(self, info: ErrorInfo | None) -> EmberlineError:
         if info is None:

@@ -190,7 +190,7 @@ def drafts() -> Lines:
 def grammar_rows() -> Lines:
     """A reply that must be JSON, then one beside it that is free."""
     with compiler() as grammars:
-        bench = Bench(grammars=grammars)
+        bench = Bench(grammars=grammars, step_wait_s=60.0, slow_cpu_s=60.0)  # a step waits for its masks
         trace = Trace(bench.loop)
         bench.submit("person", "person", "strings:1", prompt=range(1, 20), max_tokens=30)
         while bench.loop.blocked or not trace.lines:  # until the grammar is compiled

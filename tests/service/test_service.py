@@ -513,6 +513,28 @@ async def test_an_engine_error_is_that_request_s(service: Service, engine: FakeE
     assert (await row_of(service, request)).status == "failed"
 
 
+async def test_tokens_that_come_together_with_an_error_are_delivered_before_it(
+    service: Service, engine: FakeEngine
+) -> None:
+    engine.script, request = None, ask()
+    came: list[TextEvent] = []
+
+    async def read() -> None:
+        async with aclosing(service.run(Work(request, ALICE))) as events:
+            async for event in events:
+                came.append(event)
+
+    reading = asyncio.create_task(read())
+    (sent,) = await engine.submission()
+    failed = TokenDelta(sent.id, finish="error", error=ErrorInfo("internal", "invalid numbers"))
+    engine.step(TokenDelta(sent.id, tokens.pack([70, 71])), failed)
+    with pytest.raises(Internal, match="invalid numbers"):
+        await reading
+    assert text_of(came) == "de"
+    row = await row_of(service, request)
+    assert (row.status, row.output_tokens) == ("failed", 2)
+
+
 async def test_an_engine_that_fails_every_request_is_ejected(
     tmp_path: Path, open_one: Opener, say: Callable[..., Script]
 ) -> None:
