@@ -111,9 +111,10 @@ class DiskTier:
         indexed = {tag: file.index.slots for tag, file in self._files.items()}
         nothing: dict[bytes, int] = {}
         held = [key in indexed.get(tag, nothing) for key, tag in ids]
-        if self._others is not None and not all(held):
+        others = self._others  # once: another thread opens the files anew where they were removed
+        if others is not None and not all(held):
             missing = [at for at, has in enumerate(held) if not has]
-            for at, has in zip(missing, self._others.holds([ids[at] for at in missing])):
+            for at, has in zip(missing, others.holds([ids[at] for at in missing])):
                 held[at] = has
         return held
 
@@ -124,7 +125,8 @@ class DiskTier:
 
     def held(self) -> list[BlockId]:
         found = [BlockId(key, tag) for tag, file in self._files.items() for key in list(file.index.slots)]
-        return found if self._others is None else list(dict.fromkeys(found + self._others.held()))
+        others = self._others
+        return found if others is None else list(dict.fromkeys(found + others.held()))
 
     def look_up(self, ids: Sequence[BlockId]) -> None:
         """All is known."""
@@ -192,8 +194,8 @@ class DiskTier:
             if (file := self._files.get(tag)) is not None:
                 with file.lock:
                     file.index.touch(keys, conversation)
-        if self._others is not None:
-            self._others.touch(ids)
+        if (others := self._others) is not None:
+            others.touch(ids)
 
     def follow(self, retention: Retention) -> None:
         self._retention = retention
@@ -205,8 +207,8 @@ class DiskTier:
         for file in self._files.values():
             with file.lock:
                 file.index.retire(owner, session, first)
-        if self._others is not None:
-            self._others.retire(owner, session, first)
+        if (others := self._others) is not None:
+            others.retire(owner, session, first)
 
     def remove(self, ids: Sequence[BlockId]) -> None:
         with self._mutation:
@@ -223,8 +225,8 @@ class DiskTier:
                 with file.lock:
                     for key in keys:
                         file.index.drop(key)
-        if self._others is not None:
-            self._others.evict(ids)
+        if (others := self._others) is not None:
+            others.evict(ids)
 
     def purge(self, owner: bytes | None = None, session: bytes | None = None) -> int:
         """Unlike the others it raises OSError: whoever purges must know that something may be left."""
@@ -240,7 +242,8 @@ class DiskTier:
         for tag, file in self._files.items():
             with file.lock:
                 found += [(BlockId(key, tag), meta) for key, meta in file.index.chains(owner, session)]
-        return found if self._others is None else found + self._others.chains(owner, session)
+        others = self._others
+        return found if others is None else found + others.chains(owner, session)
 
     def close(self) -> None:
         with self._mutation:
@@ -420,7 +423,7 @@ class DiskTier:
         try:
             slices = self._groups, self._whole
             others = OtherLayouts(self._other_groups, *slices, known, self._open_file, self._reader)
-        except OSError as error:
+        except (OSError, ValueError, MemoryError) as error:  # of the drive, or of a damaged format
             _log.warning("KV on disk of another number of ranks cannot be opened and is not used: %s", error)
             return None
         self.unreadable = others.unreadable

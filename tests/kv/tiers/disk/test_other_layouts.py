@@ -1,8 +1,11 @@
 """Blocks that a group of another number of ranks has left on disk, served to the ranks of this one."""
 
 import shutil
+import sys
+import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -85,6 +88,15 @@ def ids(numbers: Iterable[int], group: KVGroup) -> list[BlockId]:
 
 def space(folder: Path) -> int:
     return sum(512 * path.stat().st_blocks for path in folder.rglob("*.blocks"))
+
+
+@pytest.fixture
+def fast_switches() -> Iterator[None]:
+    """Threads take turns more often than they do by default, so that they meet more often."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)
+    yield
+    sys.setswitchinterval(before)
 
 
 @pytest.mark.parametrize(
@@ -374,4 +386,43 @@ def test_files_that_are_removed_meanwhile_are_missing_blocks(tmp_path: Path) -> 
         path.unlink()
     assert group.check(tier, [*NUMBERS, 8]) == [8]
     assert group.held(tier) == []
+    group.close()
+
+
+def test_files_are_opened_anew_while_the_step_loop_asks_what_is_held(tmp_path: Path, fast_switches: None) -> None:
+    old = Group(tmp_path, {"tp": 2})
+    old.write([0])
+    old.close()
+    group = Group(tmp_path, {"tp": 1}, times=DriveTimes(check_s=0.0))
+    (tier,) = group.tiers
+    unknown = [BlockId(n.to_bytes(16), b"another") for n in range(2000)]
+    ended = threading.Event()
+
+    def ask() -> None:
+        while not ended.is_set():
+            tier.holds(unknown)
+
+    with ThreadPoolExecutor(1) as threads:
+        asking = threads.submit(ask)
+        for _ in range(60):
+            for path in (tmp_path / "model").rglob("*.blocks"):
+                path.unlink()
+            assert group.check(tier, [0]) == [0]
+        ended.set()
+        asking.result()
+    group.close()
+
+
+@pytest.mark.parametrize("damage", [{"n_slots": 10**18}, {"n_slots": 10**13}, {"layouts": {"no tag": 1}}])
+def test_a_worker_starts_beside_a_folder_with_a_damaged_format(tmp_path: Path, damage: dict[str, object]) -> None:
+    old = Group(tmp_path, {"tp": 2})
+    old.write(NUMBERS)
+    old.close()
+    known = tmp_path / "model-rank1of2" / "0" / "format.json"
+    known.write_bytes(msgspec.json.encode(msgspec.json.decode(known.read_bytes()) | damage))
+    group = Group(tmp_path, {"tp": 1})
+    (tier,) = group.tiers
+    assert group.held(tier) == []
+    group.write([8])
+    assert group.check(tier, [8]) == [8]
     group.close()
