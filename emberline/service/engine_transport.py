@@ -250,8 +250,9 @@ class EngineTransport:
         assert self._stream is not None
         choice = self._by_id[delta.id]
         if delta.finish == "error" or delta.finish == "cancelled":
-            self._failed = self._error(delta.error)
-            if isinstance(self._failed, Unavailable):
+            error = self._error(delta.error)
+            self._failed = self._failed or error
+            if isinstance(error, Unavailable):
                 return  # what it has drawn last, another engine draws again
             self._count_prefilled(delta)
             if not delta.token_ids:
@@ -285,7 +286,7 @@ class EngineTransport:
         self._started = True
         if delta.usage is not None and self._prefill is None:
             self._set_cached(delta.usage.cached_by_tier)
-        if len(self._choices) > 1:
+        if len(self._choices) > 1 and self._failed is None:
             try:
                 self._stream.submit(self._sequences(self._choices[1:]))
             except Unavailable as error:

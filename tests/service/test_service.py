@@ -410,6 +410,19 @@ async def test_a_choice_that_fails_ends_the_others(service: Service, engine: Fak
     assert in_flight(service) == 0
 
 
+async def test_a_first_choice_that_fails_at_its_first_token_begins_no_others(
+    service: Service, engine: FakeEngine
+) -> None:
+    engine.script = None
+    task = asyncio.create_task(events_of(service, ask(n=3)))
+    (first,) = await engine.submission()
+    engine.step(TokenDelta(first.id, tokens.pack([70]), "error", error=ErrorInfo("internal", "invalid numbers")))
+    with pytest.raises(Internal, match="invalid numbers"):
+        await task
+    await settled(service)
+    assert len(engine.submitted) == 1
+
+
 async def test_a_choice_that_stops_early_leaves_the_others_alone(service: Service, engine: FakeEngine) -> None:
     engine.script = None
     task = asyncio.create_task(events_of(service, ask(n=2, sampling={"stop": ("g",)})))

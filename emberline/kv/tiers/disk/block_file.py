@@ -59,7 +59,7 @@ class BlockFile:
         self._grow_bytes = grow_bytes
         self.tag, self.block_bytes, self.n_slots = tag, block_bytes, n_slots
         self.body_bytes = padded(block_bytes)
-        self.slot_bytes = PAGE + self.body_bytes
+        self.slot_bytes = stored_bytes(block_bytes)
         self.lock = threading.Lock()
         self.index = SlotIndex(n_slots)
         self._tagger, self._cipher = tagger, cipher
@@ -297,6 +297,11 @@ class BlockFile:
             self._local.headers = aligned_buffer(self.run_blocks * PAGE)
             self._local.bounce = aligned_buffer(self.run_blocks * self.body_bytes)
         return self._local.headers, self._local.bounce
+
+
+def stored_bytes(block_bytes: int) -> int:
+    """Bytes of a slot."""
+    return PAGE + padded(block_bytes)
 
 
 def block_path(folder: Path, tag: bytes) -> Path:

@@ -24,9 +24,9 @@ from emberline.kv.kv_events import TierChanges
 from emberline.kv.retention import Conversation, Retention
 from emberline.kv.tiers.block_tag import BlockTagger
 from emberline.kv.tiers.disk.block_cipher import BlockCipher
-from emberline.kv.tiers.disk.block_file import GROW_BYTES, BlockFile, SlotRun
+from emberline.kv.tiers.disk.block_file import GROW_BYTES, BlockFile, SlotRun, stored_bytes
 from emberline.kv.tiers.disk.block_reader import BlockReader
-from emberline.kv.tiers.disk.direct_file import PAGE, IoThreads, padded
+from emberline.kv.tiers.disk.direct_file import IoThreads
 from emberline.kv.tiers.disk.disk_folder import FolderFormat, TierFolder
 from emberline.kv.tiers.disk.drive_health import DRIVE_TIMES, NO_ROOM, DriveHealth, DriveTimes
 from emberline.kv.tiers.disk.other_layouts import OtherLayouts
@@ -420,12 +420,8 @@ class DiskTier:
 
     def _open_others(self, known: FolderFormat) -> OtherLayouts | None:
         """Open what groups of another number of ranks have left. Returns None if there is nothing to serve."""
-        try:
-            slices = self._groups, self._whole
-            others = OtherLayouts(self._other_groups, *slices, known, self._open_file, self._reader)
-        except (OSError, ValueError, MemoryError) as error:  # of the drive, or of a damaged format
-            _log.warning("KV on disk of another number of ranks cannot be opened and is not used: %s", error)
-            return None
+        slices = self._groups, self._whole
+        others = OtherLayouts(self._other_groups, *slices, known, self._open_file, self._reader)
         self.unreadable = others.unreadable
         others.follow(partial(_on_lost, weakref.ref(self)))
         return others if others.files else None
@@ -433,7 +429,7 @@ class DiskTier:
 
 def slot_bytes(groups: Sequence[KVGroup]) -> int:
     """Bytes on disk of a block of each KV group."""
-    return sum(PAGE + padded(group.block_bytes) for group in groups)
+    return sum(stored_bytes(group.block_bytes) for group in groups)
 
 
 def _on_change(of: "weakref.ref[DiskTier]", tag: bytes, key: bytes, stored: bool) -> None:

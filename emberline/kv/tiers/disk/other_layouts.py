@@ -8,6 +8,7 @@ Several ranks may have the same files open. Each has an index of its own in memo
 to wipe it: another one, which still believes in it, reads a block that does not verify, which is a missing block.
 """
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -16,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from emberline.kv.slices import runs
-from emberline.kv.tiers.disk.block_file import BlockFile, block_path
+from emberline.kv.tiers.disk.block_file import BlockFile, block_path, stored_bytes
 from emberline.kv.tiers.disk.block_reader import BlockReader
 from emberline.kv.tiers.disk.disk_folder import FolderFormat, TierFolder
 from emberline.kv.tiers.reslicing import Division, Reslicer
@@ -24,6 +25,8 @@ from emberline.kv.tiers.tier import BlockId, BlockMeta, layout_tag
 from emberline.protocol.block_hash import KVGroup
 
 EVICTED_AT_ONCE = 256  # blocks, between two looks for those not used for longest
+
+_log = logging.getLogger(__name__)
 
 OpenFile = Callable[[Path, bytes, int, int, bool], BlockFile]  # folder, layout tag, block bytes, slots, trusted index
 
@@ -61,10 +64,7 @@ class OtherLayouts:
         open_file: OpenFile,
         reader: BlockReader,
     ) -> None:
-        """groups: of each other group the folders of its ranks. known: format of this rank's own blocks.
-
-        Raises OSError of the drive.
-        """
+        """groups: of each other group the folders of its ranks. known: format of this rank's own blocks."""
         self._parts = PartFiles(reader)
         self._own = {layout_tag(group): group for group in own if group.block_bytes}
         self._reslicer = Reslicer(self._parts, own, whole)
@@ -93,32 +93,43 @@ class OtherLayouts:
         self, base: Path, parts: dict[bytes, KVGroup], known: FolderFormat, open_file: OpenFile
     ) -> Iterator[bool]:
         """Open the folders of one rank of a group, except those that a worker uses. Yields for each folder with blocks
-        whether this rank can use any."""
+        whether this rank can use any. A folder that cannot be read is left out."""
         for lock in sorted(base.glob("*/lock")):
             try:
-                folder = TierFolder(lock.parent, shared=True)
+                has_blocks, is_usable = self._open_folder(lock.parent, parts, known, open_file)
             except BlockingIOError:
                 continue
-            theirs = folder.read_format()
-            if theirs is None or not theirs.is_compatible(known):
-                yield from (False for path in lock.parent.glob("*.blocks") if path.stat().st_size)
+            except (OSError, ValueError, MemoryError) as error:  # of the drive, or of a damaged format
+                _log.warning("KV on disk of another number of ranks, in %s, is not used: %s", lock.parent, error)
                 continue
-            layouts = {bytes.fromhex(tag): n_bytes for tag, n_bytes in theirs.layouts.items()}
-            stored = {tag: block_path(folder.path, tag) for tag in layouts if block_path(folder.path, tag).exists()}
-            usable = [tag for tag in stored if tag in parts and layouts[tag] == parts[tag].block_bytes]
-            if not usable:
-                yield from (False for path in stored.values() if path.stat().st_size)
-                continue
-            yield True
-            trusted = theirs.is_trusted(known.boot)
-            if theirs.clean:  # from now on it is trusted until the machine crashes
-                folder.write_format(msgspec.structs.replace(theirs, clean=False, boot=known.boot))
-            files = {tag: open_file(folder.path, tag, layouts[tag], theirs.n_slots, trusted) for tag in stored}
-            for tag in usable:
-                files[tag].trim()
-                self._parts.by_tag.setdefault(tag, []).append(files[tag])
-            self.files += files.values()
-            self._folders.append(folder)
+            if has_blocks:
+                yield is_usable
+
+    def _open_folder(
+        self, path: Path, parts: dict[bytes, KVGroup], known: FolderFormat, open_file: OpenFile
+    ) -> tuple[bool, bool]:
+        """Open one folder. Returns whether it has blocks, and whether this rank can use any. Raises BlockingIOError
+        where a worker uses it, OSError, ValueError or MemoryError where it cannot be read."""
+        folder = TierFolder(path, shared=True)
+        theirs = folder.read_format()
+        if theirs is None or not theirs.is_compatible(known):
+            return any(each.stat().st_size for each in path.glob("*.blocks")), False
+        layouts = {bytes.fromhex(tag): n_bytes for tag, n_bytes in theirs.layouts.items()}
+        sizes = {tag: each.stat().st_size for tag in layouts if (each := block_path(path, tag)).exists()}
+        usable = [tag for tag in sizes if tag in parts and layouts[tag] == parts[tag].block_bytes]
+        if not usable:
+            return any(sizes.values()), False
+        trusted = theirs.is_trusted(known.boot)
+        if theirs.clean:  # from now on it is trusted until the machine crashes
+            folder.write_format(msgspec.structs.replace(theirs, clean=False, boot=known.boot))
+        n_slots = {tag: max(1, -(-size // stored_bytes(layouts[tag]))) for tag, size in sizes.items()}  # none is added
+        files = {tag: open_file(path, tag, layouts[tag], n_slots[tag], trusted) for tag in sizes}
+        for tag in usable:
+            files[tag].trim()
+            self._parts.by_tag.setdefault(tag, []).append(files[tag])
+        self.files += files.values()
+        self._folders.append(folder)
+        return True, True
 
     @property
     def is_linked(self) -> bool:

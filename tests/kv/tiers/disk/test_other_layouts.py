@@ -4,7 +4,7 @@ import shutil
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -413,8 +413,14 @@ def test_files_are_opened_anew_while_the_step_loop_asks_what_is_held(tmp_path: P
     group.close()
 
 
-@pytest.mark.parametrize("damage", [{"n_slots": 10**18}, {"n_slots": 10**13}, {"layouts": {"no tag": 1}}])
-def test_a_worker_starts_beside_a_folder_with_a_damaged_format(tmp_path: Path, damage: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    ("damage", "held"),
+    [({"n_slots": 10**18}, NUMBERS), ({"n_slots": 0}, NUMBERS), ({"layouts": {"no tag": 1}}, ())],
+)
+def test_a_worker_starts_beside_a_folder_with_a_damaged_format(
+    tmp_path: Path, damage: dict[str, object], held: Sequence[int]
+) -> None:
+    """The size of a file says how many blocks it may have."""
     old = Group(tmp_path, {"tp": 2})
     old.write(NUMBERS)
     old.close()
@@ -422,7 +428,27 @@ def test_a_worker_starts_beside_a_folder_with_a_damaged_format(tmp_path: Path, d
     known.write_bytes(msgspec.json.encode(msgspec.json.decode(known.read_bytes()) | damage))
     group = Group(tmp_path, {"tp": 1})
     (tier,) = group.tiers
-    assert group.held(tier) == []
+    assert group.held(tier) == list(held)
     group.write([8])
-    assert group.check(tier, [8]) == [8]
+    assert group.check(tier, [*NUMBERS, 8]) == [*held, 8]
+    group.close()
+
+
+@pytest.mark.parametrize("name", ["lock", "format.json", "blocks"])
+def test_a_folder_that_cannot_be_read_leaves_the_others_in_use(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    old = Group(tmp_path, {"tp": 2})
+    old.write(NUMBERS)
+    old.close()
+    sound = tmp_path / "model-rank0of2" / "0"
+    bad = sound.parent / "1"
+    shutil.copytree(sound, bad)
+    (replaced,) = bad.glob("*.blocks") if name == "blocks" else (bad / name,)
+    replaced.unlink()
+    replaced.mkdir()
+    group = Group(tmp_path, {"tp": 1})
+    (tier,) = group.tiers
+    assert f"{bad}, is not used" in caplog.text
+    assert group.check(tier, NUMBERS) == list(NUMBERS)
     group.close()
