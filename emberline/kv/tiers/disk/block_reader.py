@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 
 
 class BlockReader:
-    """From any thread, as long as the drive may be asked."""
+    """Reads for any thread. The caller has asked `health` whether the drive may be used."""
 
     def __init__(self, health: DriveHealth) -> None:
         self._health = health

@@ -53,7 +53,7 @@ class PartFiles:
 
 
 class OtherLayouts:
-    """Everything is said in this rank's own layout tags: an id names its slice of a block."""
+    """Serves this rank's slices of the blocks. Callers name a slice by this rank's own layout tag."""
 
     def __init__(
         self,
