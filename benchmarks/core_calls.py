@@ -284,17 +284,20 @@ async def core_bench(text: TextModel, folder: Path) -> AsyncIterator[CoreBench]:
         await accounts.open()
         relayed = Endpoint(name="remote", address=server.url, kind="openai", models=(REMOTE,))
         provider = ProviderConfig(name="provider", url=f"{server.url}/v1", key="sk-benchmark")
+        upstreams = await discover([UpstreamConfig(endpoint=relayed)])
         service = await open_service(
             [Served(card, text, (endpoint,))],
             data_dir=folder,
             store=store,
-            upstreams=await discover([UpstreamConfig(endpoint=relayed)]),
+            upstreams=upstreams,
             providers=ProviderDirectory([provider], keys=accounts.provider_keys),
             directory=accounts.directory,
             prices={f"provider/{REMOTE}": Price(input=1_000_000, output=2_000_000)},
         )
         stack.push_async_callback(service.close)
         assert await service.ready(PATIENCE_S)
+        for upstream in upstreams:
+            assert await upstream.wait_connected(PATIENCE_S), upstream.problem
         gateways = GatewayService(store, [])
         stack.push_async_callback(gateways.close)
         await gateways.open()

@@ -92,10 +92,13 @@ class Service:
     # --- lifecycle ---------------------------------------------------------------------------------------------------
 
     async def ready(self, timeout_s: float) -> bool:
-        """Wait until every configured engine is connected; members of a cluster may be away for long."""
+        """Wait until every configured engine is connected and every upstream server was probed once, so that requests
+        can go to those that are up. False: some engine is not connected within `timeout_s`; members of a cluster may
+        be away for long."""
         names = {endpoint.name for item in self._served.known() for endpoint in item.endpoints}
         waits = [engine.wait_connected(timeout_s) for name, engine in self.engines.items() if name in names]
-        return all(await asyncio.gather(*waits))
+        *connected, _ = await asyncio.gather(*waits, self.upstream.wait_probed(timeout_s))
+        return all(connected)
 
     async def warm_up(self) -> None:
         """Prepare what only requests with grammars need, so that the first of them need not wait for it."""

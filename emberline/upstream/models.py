@@ -101,6 +101,10 @@ class UpstreamModels:
         for client in self.clients.values():
             client.start(watch)
 
+    async def wait_probed(self, timeout_s: float) -> None:
+        """Wait until every server has answered a probe or failed one, for `timeout_s` at most."""
+        await asyncio.gather(*(client.wait_probed(timeout_s) for client in self.clients.values()))
+
     def abort(self, name: str, reason: str) -> None:
         """The core has lost this endpoint: its requests here fail over too."""
         if (client := self.clients.get(name)) is not None:

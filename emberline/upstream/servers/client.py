@@ -156,6 +156,7 @@ class UpstreamClient:
         self._stuck = False  # it is down because it computes nothing
         self._canary: asyncio.Task[None] | None = None
         self._models: tuple[str, ...] = config.endpoint.models
+        self._probed = asyncio.Event()
         self._ready = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -183,6 +184,7 @@ class UpstreamClient:
     def start(self, watch: bool = True) -> None:
         if not watch:
             self.problem = ""
+            self._probed.set()
             self._ready.set()
             return
         self._tasks.append(asyncio.create_task(self._watch(), name=f"endpoint {self.name}"))
@@ -193,12 +195,11 @@ class UpstreamClient:
             self._tasks.append(asyncio.create_task(self.kv.run(), name=f"kv events {self.name}"))
 
     async def wait_connected(self, timeout_s: float) -> bool:
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._ready.wait()
-        except TimeoutError:
-            return False
-        return True
+        return await _is_set(self._ready, timeout_s)
+
+    async def wait_probed(self, timeout_s: float) -> bool:
+        """Wait until the server has answered a probe, or failed one."""
+        return await _is_set(self._probed, timeout_s)
 
     async def close(self) -> None:
         self.closing = True
@@ -275,6 +276,7 @@ class UpstreamClient:
                 self._probe_failed("its answers to health checks could not be handled")
             else:
                 self._probe_answered(load)
+            self._probed.set()
             await asyncio.sleep(self._timings.interval_s)
 
     async def _ask_load(self) -> EngineLoad | None:
@@ -386,6 +388,16 @@ class UpstreamClient:
     def _cached(self, events: KVEvents) -> None:
         if self.listener is not None:
             self.listener.kv_events(self.name, events)
+
+
+async def _is_set(event: asyncio.Event, timeout_s: float) -> bool:
+    """True once the event is set; False if that takes longer than `timeout_s`."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
+    except TimeoutError:
+        return False
+    return True
 
 
 def _json(status: int, body: bytes) -> Any:
