@@ -107,7 +107,7 @@ def _served(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         try:
             part("decode", lambda: {f"b{b}": workloads.decode(client, prompts, b) for b in args.batches})
             part("decode.warm", lambda: {f"b{b}": workloads.decode(client, prompts, b, 0.7) for b in (1, 64)})
-            for b in (64, 256):
+            for b in (1, 64, 256):
                 part(f"decode.cpu_ms_per_step_b{b}", lambda b=b: 1e3 * workloads.cpu_per_step(engine, prompts, b))
             part("burst", lambda: workloads.burst(client, prompts))
             part("prefill", lambda: {str(n): workloads.prefill(client, prompts, n) for n in (8192, 32768)})
