@@ -57,9 +57,17 @@ class CommandParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         if message.startswith(_UNKNOWN):
             flags = _FLAG.findall(message)
-            near = [found[0] for flag in flags if (found := difflib.get_close_matches(flag, self.flags, 1))]
+            near = [found for flag in flags if (found := self._nearest(flag))]
             message += f"; did you mean {' and '.join(near)}?" if near else ""
         super().error(message)
+
+    def _nearest(self, flag: str) -> str | None:
+        """The flag that is spelt most like an unknown one. Returns None if no flag is near.
+
+        Dashes do not count: every flag has them, so they would make short flags look alike."""
+        by_name = {each.strip("-"): each for each in self.flags}
+        near = difflib.get_close_matches(flag.strip("-"), by_name, 1)
+        return by_name[near[0]] if near else None
 
 
 class _ActionParser(CommandParser):

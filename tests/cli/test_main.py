@@ -84,7 +84,9 @@ def test_a_command_alone_shows_its_actions(command: str, capsys: pytest.CaptureF
         (["serve", "smollm2", "--replica", "2"], "--replica 2; did you mean --replicas?"),
         (["key", "ls", "--acount=acme"], "--acount=acme; did you mean --account?"),
         (["ps", "--jsno"], "--jsno; did you mean --json?"),
+        (["ps", "-jsno"], "-jsno; did you mean --json?"),
         (["run", "smollm2", "--zzzz", "hi"], "--zzzz hi\n"),
+        (["cluster", "plan", "--bla"], "--bla\n"),
     ],
 )
 def test_a_misspelt_flag_gets_a_hint(words: list[str], hint: str, capsys: pytest.CaptureFixture[str]) -> None:
