@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("-f", "--follow", action="store_true", help="keep printing new lines, until Ctrl-C")
     add("-n", "--lines", type=int, metavar="N", help=f"the last N matching lines (default {N_LINES}; of a request all)")
     add("--request", metavar="ID", help="only lines of this request, job or trace; the beginning of its id is enough")
-    add("--level", choices=LEVELS, default="debug", help="only lines of this level or above")
+    add("--level", choices=LEVELS, help="only lines of this level or above")
     add("--model", metavar="NAME", help="what a pushed model has printed, instead")
     add("--version", type=int, metavar="N", help="with --model: of this version (default: the served one)")
     add("--remote", action="store_true", help="with --model: of the key's account, on a server over HTTP")
@@ -59,12 +59,12 @@ def run(args: argparse.Namespace) -> int:
         next(follower)  # remember the end before the older lines are printed: none is missed
     elif not path.exists():
         raise NotFound(f"there is no log at {path}: `emberline serve` with the same data folder writes it")
-    show = _Printer(args.json)
+    show, level = _Printer(args.json), args.level or "debug"
     found: list[dict[str, Any]] = []
     for line in lines_backward(path):
         if n_lines is not None and len(found) >= n_lines:
             break
-        if (entry := _match(line, args.request, args.level)) is not None:
+        if (entry := _match(line, args.request, level)) is not None:
             found.append(entry)
     for entry in reversed(found):
         show(entry)
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
         for new in follower:
             if new is None:
                 sys.stdout.flush()
-            elif (entry := _match(new, args.request, args.level)) is not None:
+            elif (entry := _match(new, args.request, level)) is not None:
                 show(entry)
     return 0
 
@@ -132,11 +132,26 @@ def _seconds(text: str) -> float:
 
 
 def _print_predictor_log(config: Config, args: argparse.Namespace) -> int:
-    """Print the end of a predictor's log, of this machine or of a server."""
+    """Print the end of a predictor's log, of this machine or of a server. Raises BadInput for flags that it cannot
+    honour."""
+    _check_flags(args)
     n_lines = args.lines or N_LINES
     for line in _remote_lines(config, args, n_lines) if args.remote else _local_lines(config.home, args, n_lines):
         print("".join(each if each.isprintable() or each == "\t" else "\N{REPLACEMENT CHARACTER}" for each in line))
     return 0
+
+
+def _check_flags(args: argparse.Namespace) -> None:
+    """Raise BadInput that names the given flags which do not apply to the log of a pushed model."""
+    lines = {"--follow": args.follow, "--request": args.request, "--level": args.level, "--json": args.json}
+    if refused := [flag for flag, value in lines.items() if value]:
+        raise BadInput(
+            f"{', '.join(refused)}: only for the server's own log. The log of a pushed model is the text that it has "
+            "printed, without requests and levels: leave such flags out; -n N sets how many lines"
+        )
+    server = {"--url": "client.url", "--api-key": "client.key", "--host": "server.host", "--port": "server.port"}
+    if not args.remote and (named := [flag for flag, name in server.items() if getattr(args, name) is not None]):
+        raise BadInput(f"{', '.join(named)}: only with --remote, which reads the log from that server; add it")
 
 
 def _remote_lines(config: Config, args: argparse.Namespace, n_lines: int) -> list[str]:

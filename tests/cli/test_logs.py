@@ -178,6 +178,11 @@ def test_the_log_of_a_pushed_model_is_that_of_its_served_version(
     for words, problem in (
         (["--model", "other"], "no model @me/other was pushed here"),
         (["--model", "thing", "--version", "3"], "@me/thing has no version 3; there are 1, 2"),
+        (["--model", "thing", "-f", "--json"], "--follow, --json: only for the server's own log"),
+        (["--model", "thing", "--level", "debug"], "--level: only for the server's own log"),
+        (["--model", "thing", "--request", "3f", "--remote"], "--request: only for the server's own log"),
+        (["--model", "thing", "--port", "1"], "--port: only with --remote"),
+        (["--model", "thing", "--url", "http://x", "--api-key", "k"], "--url, --api-key: only with --remote"),
         (["--remote"], "give its --model NAME"),
         (["--version", "2"], "give its --model NAME"),
     ):
