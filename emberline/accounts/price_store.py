@@ -72,7 +72,7 @@ class PriceStore:
         actor: Actor | None = None,
         valid_from_us: int | None = None,
     ) -> PriceVersion:
-        """A new version, valid from now or later. None: the model has no price from then on."""
+        """Add a version, valid from now or later. With None, the model has no price of its own from then on."""
         now_us, by = self._store.now_us(), "" if actor is None else actor.name
         if valid_from_us is not None and valid_from_us < now_us:
             raise BadInput("a price cannot begin in the past: requests were charged by then", param="valid_from")

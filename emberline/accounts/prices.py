@@ -28,7 +28,7 @@ _PREFIX_LEN = len(_PREFIX)
 
 
 class PriceVersion(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """`price` is None where the model has no price from then on."""
+    """A price and when it begins. `price` is None where the model has none of its own from then on."""
 
     model: str  # lower case
     number: int  # from 1, per model
@@ -61,12 +61,16 @@ class PriceTable:
         self._n_versions += 1
 
     def find(self, model: str, at_us: int) -> Price | None:
-        """The price valid at a time. None: the model has no price then."""
-        history = self._versions.get(model) or self._versions.get(model.lower())
+        """The price valid at a time: the model's own, else the default price if it is a model of an account.
+
+        Returns None if the model has no price then."""
+        own, history = None, self._versions.get(model) or self._versions.get(model.lower())
         if history and history[-1].valid_from_us <= at_us:
-            return history[-1].price
-        if history and (place := bisect_right(history, at_us, key=attrgetter("valid_from_us"))):
-            return history[place - 1].price
+            own = history[-1].price
+        elif history and (place := bisect_right(history, at_us, key=attrgetter("valid_from_us"))):
+            own = history[place - 1].price
+        if own is not None:
+            return own
         is_defaulted = model[:_PREFIX_LEN] == _PREFIX and model != ACCOUNTS_MODELS
         return self.find(ACCOUNTS_MODELS, at_us) if is_defaulted else None
 

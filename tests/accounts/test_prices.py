@@ -69,5 +69,7 @@ def test_models_of_accounts_have_a_default_price() -> None:
     assert [(price := table.find(own, at_us)) and price.second for at_us in (9, 10, 19, 20, 30)] == [None, 7, 7, 1, 1]
     assert table.cost(row) == 7000, "a row has the price that it was charged"
     table.add(version(2, 40, None, own))
-    assert table.find(own, 40) is None, "the model's own price was taken away"
+    assert [(price := table.find(own, at_us)) and price.second for at_us in (39, 40)] == [1, 8]
+    table.add(version(3, 50, None, default))
+    assert table.find(own, 50) is None, "both prices were taken away"
     assert [each.number for each in table.history(own)] == [1, 2]

@@ -48,7 +48,7 @@ async def set_price(call: HttpExchange) -> Reply:
 
 
 async def remove_price(call: HttpExchange) -> Reply:
-    """The model has no price from now on; its past prices stay."""
+    """Take a model's own price away from now on; its past prices stay. A model of an account then has the default."""
     body = await read_json(call, NoPrice)
     return await _set(call, body.model, None, None)
 
