@@ -1,12 +1,14 @@
 """The log of a predictor: what its processes print, and why predictions failed, in files of bounded size, without the
 secrets that it was given."""
 
+import fcntl
 import json
 import os
 import threading
 from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +29,16 @@ class _ServerLine(msgspec.Struct):
 
 
 class OutputLog:
-    """Reads a pipe in a thread, so that a program that floods its output is slowed down and fills no disk."""
+    """Reads a pipe in a thread, so that a program that floods its output is slowed down and fills no disk.
+
+    Several workers of a predictor may write the same file. The one that finds it full rotates it; the others follow."""
 
     def __init__(self, path: Path, secrets: tuple[str, ...] = (), max_bytes: int = MAX_BYTES) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
         self._max_bytes = max_bytes
         self._secrets = [secret.encode("utf-8", "replace") for secret in spellings(secrets)]
-        self._file = path.open("ab")
-        self._size = path.stat().st_size
+        self._file = self._open()
         self._lock = threading.Lock()  # of the file, which several threads write
         self._tail: deque[bytes] = deque(maxlen=KEPT_LINES)
         reader, self.descriptor = os.pipe()  # the write end, which the program gets
@@ -89,14 +92,42 @@ class OutputLog:
         with self._lock:
             if self._file.closed:
                 return
-            if self._size + len(line) > self._max_bytes:
+            try:
+                self._make_room(len(line))
+            except FileNotFoundError:  # the folder was removed with the model: the pipe is read on, for nobody
                 self._file.close()
-                os.replace(self._path, f"{self._path}.1")
-                self._file = self._path.open("ab")
-                self._size = 0
+                return
             self._file.write(line)
-            self._file.flush()
-            self._size += len(line)
+
+    def _make_room(self, n_bytes: int) -> None:
+        """Follow a rotation by another process, and rotate the file if the line would make it too large.
+
+        The lock on the file keeps two processes from rotating at once, which would remove the newest lines."""
+        while True:
+            if not self._is_current():
+                self._reopen()
+            size = os.fstat(self._file.fileno()).st_size
+            if size == 0 or size + n_bytes <= self._max_bytes:
+                return
+            fcntl.flock(self._file, fcntl.LOCK_EX)  # until the file is closed
+            if self._is_current():
+                os.replace(self._path, f"{self._path}.1")
+            self._reopen()
+
+    def _is_current(self) -> bool:
+        """True if the path still leads to the open file."""
+        try:
+            return os.path.samestat(self._path.stat(), os.fstat(self._file.fileno()))
+        except FileNotFoundError:
+            return False
+
+    def _reopen(self) -> None:
+        self._file.close()
+        self._file = self._open()
+
+    def _open(self) -> FileIO:
+        """Open the file without a buffer, so that each line is one write and lines of other processes do not cut it."""
+        return self._path.open("ab", buffering=0)
 
 
 def last_lines(path: Path, n_lines: int, max_bytes: int = END_BYTES) -> list[str]:

@@ -1,7 +1,10 @@
 """The log of a predictor: the secrets that it never has."""
 
+import fcntl
 import json
 import os
+import shutil
+import threading
 import tracemalloc
 from pathlib import Path
 
@@ -35,6 +38,48 @@ def test_secrets_are_hidden_however_they_are_printed(
     assert not [part for part in parts if part in found], found[-500:]
     assert "**********" in found
     assert found.endswith("the end\n")
+    assert log.last_line == "the end"
+
+
+def test_workers_that_write_one_log_lose_no_recent_lines(tmp_path: Path) -> None:
+    path, written = tmp_path / "log", list[str]()
+    workers = [OutputLog(path, max_bytes=100) for _ in range(2)]
+    for number in range(40):
+        written.append(f"line {number:02}".ljust(5 + number % 4 * 15, "."))
+        workers[number // 3 % 2].add(written[-1])  # each a few lines, then the other: either may find the file full
+        kept = last_lines(path, 40)
+        assert kept == written[-len(kept) :]
+        assert len(kept) >= min(number + 1, 3), "the file before is kept until this one is full"
+    for worker in workers:
+        worker.close_writer()
+        worker.close(10.0)
+    assert sum(each.stat().st_size for each in tmp_path.iterdir()) <= 200
+
+
+def test_a_worker_waits_for_another_that_rotates(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    log = OutputLog(path, max_bytes=20)
+    log.add("fills the file")
+    writing = threading.Thread(target=log.add, args=("of this worker",))
+    with path.open("ab") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        writing.start()
+        writing.join(0.1)
+        assert writing.is_alive(), "the other has the lock"
+        path.rename(f"{path}.1")
+        path.write_text("x\n")
+    writing.join(10.0)
+    log.close_writer()
+    log.close(10.0)
+    assert last_lines(path, 9) == ["fills the file", "x", "of this worker"]
+
+
+def test_output_is_read_on_after_the_log_was_removed(tmp_path: Path) -> None:
+    log = OutputLog(tmp_path / "logs" / "log", max_bytes=100)
+    shutil.rmtree(tmp_path / "logs")
+    os.write(log.descriptor, b"a line\n" * 50 + b"the end\n")
+    log.close_writer()
+    log.close(10.0)
     assert log.last_line == "the end"
 
 
