@@ -1,6 +1,7 @@
 """Terminal input with line editing and history, and output that cannot move the cursor."""
 
 import contextlib
+import logging
 import os
 import shutil
 import sys
@@ -9,6 +10,7 @@ import time
 import unicodedata
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, TextIO, cast
 
 MAX_HISTORY = 1000  # lines
 _CONTROL = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
@@ -75,29 +77,88 @@ def _width(char: str) -> int:
 
 @contextlib.contextmanager
 def transient_line(text: str, elsewhere: bool = False) -> Iterator[None]:
-    """A line shown on a terminal while the block runs, with the seconds it has taken, and erased afterwards.
+    """Show a line on a terminal while the block runs, with the seconds it has taken, and erase it afterwards.
 
-    `elsewhere`: it is printed where standard error is no terminal, and stays."""
+    Log lines and other output of the block to standard error appear above the line. `elsewhere`: the text is printed
+    where standard error is no terminal, and stays."""
     if not sys.stderr.isatty():
         if elsewhere:
             print(text, file=sys.stderr)
         yield
         return
-    print(text, end="", file=sys.stderr, flush=True)
+    line = _LastLine(sys.stderr, text)
     done, began_s = threading.Event(), time.monotonic()
 
     def count() -> None:
         while not done.wait(1.0):
-            print(f"\r\x1b[K{text} {time.monotonic() - began_s:.0f} s", end="", file=sys.stderr, flush=True)
+            line.show(f"{text} {time.monotonic() - began_s:.0f} s")
 
     counter = threading.Thread(target=count, daemon=True)
     counter.start()
     try:
-        yield
+        with _written_through(line):
+            yield
     finally:
         done.set()
         counter.join()
-        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+        line.show("")
+
+
+class _LastLine:
+    """The last line of a terminal, and the file for what others write meanwhile, which appears above the line."""
+
+    def __init__(self, terminal: TextIO, text: str) -> None:
+        self.terminal = terminal
+        self._lock = threading.RLock()  # a signal handler may write while its thread has the lock
+        self._text = ""
+        self._is_after_others = False  # what others wrote last has not ended its line
+        self.show(text)
+
+    def show(self, text: str) -> None:
+        """Replace the line. Without a text it is erased, and others write as they would without it."""
+        with self._lock:
+            if not self._is_after_others:
+                erased = "\r\x1b[K" if self._text else ""
+                self._put(erased + text)
+            self._text = text
+
+    def write(self, text: str) -> int:
+        with self._lock:
+            if self._text and text:
+                erased = "" if self._is_after_others else "\r\x1b[K"
+                self._is_after_others = not text.endswith("\n")
+                self._put(erased + text + ("" if self._is_after_others else self._text))
+            else:
+                self.terminal.write(text)
+        return len(text)
+
+    def _put(self, text: str) -> None:
+        self.terminal.write(text)
+        self.terminal.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        """The terminal's own attributes, for callers that ask for its encoding or whether it is a terminal."""
+        return getattr(self.terminal, name)
+
+
+@contextlib.contextmanager
+def _written_through(line: _LastLine) -> Iterator[None]:
+    """Send standard error, and the root logger's lines that go there, through the line while the block runs."""
+    stream = cast(TextIO, line)
+    handlers = [
+        handler
+        for handler in logging.getLogger().handlers
+        if isinstance(handler, logging.StreamHandler) and handler.stream is line.terminal
+    ]
+    for handler in handlers:
+        handler.setStream(stream)
+    try:
+        with contextlib.redirect_stderr(stream):
+            yield
+    finally:
+        for handler in handlers:
+            if handler.stream is stream:
+                handler.setStream(line.terminal)
 
 
 @contextlib.contextmanager

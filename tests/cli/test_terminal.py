@@ -1,6 +1,7 @@
 """Terminal output."""
 
 import io
+import logging
 import sys
 
 import pytest
@@ -12,6 +13,11 @@ class Screen(io.StringIO):
     def isatty(self) -> bool:
         return True
 
+    @property
+    def rows(self) -> list[str]:
+        """The rows that a person sees: without what was erased."""
+        return [row.rpartition("\r\x1b[K")[2] for row in self.getvalue().split("\n")]
+
 
 @pytest.mark.parametrize(("stream", "shown"), [(Screen(), "wait …"), (io.StringIO(), "")])
 def test_transient_line_is_shown_on_terminals_only_and_erased(
@@ -21,6 +27,28 @@ def test_transient_line_is_shown_on_terminals_only_and_erased(
     with transient_line("wait …"):
         assert stream.getvalue() == shown
     assert stream.getvalue() == (f"{shown}\r\x1b[K" if shown else "")
+
+
+def test_other_output_appears_above_a_transient_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen, logger = Screen(), logging.getLogger("test.terminal")
+    handler = logging.StreamHandler(screen)
+    monkeypatch.setattr(sys, "stderr", screen)
+    logging.getLogger().addHandler(handler)
+    try:
+        with transient_line("wait …"):
+            logger.warning("first")
+            assert screen.rows == ["first", "wait …"]
+            print("half a line,", end=" ", file=sys.stderr)
+            assert screen.rows == ["first", "half a line, "]
+            print("and the rest", file=sys.stderr)
+            logger.warning("last")
+            assert screen.rows == ["first", "half a line, and the rest", "last", "wait …"]
+        assert screen.rows == ["first", "half a line, and the rest", "last", ""]
+        logger.warning("afterwards")
+        assert screen.rows[-2:] == ["afterwards", ""]
+        assert handler.stream is sys.stderr is screen
+    finally:
+        logging.getLogger().removeHandler(handler)
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 100])
