@@ -20,6 +20,7 @@ from emberline.kv.tiers.disk.block_cipher import BlockCipher
 from emberline.kv.tiers.disk.direct_file import PAGE, DirectFile, aligned_buffer, is_aligned, padded
 from emberline.kv.tiers.disk.slot_index import SlotIndex, runs
 from emberline.kv.tiers.tier import BlockMeta
+from emberline.protocol import block_hash
 
 MAGIC = b"EMBERKV\0"
 VERSION = 1
@@ -126,11 +127,8 @@ class BlockFile:
             verified.append(good)
         with self.lock:
             self.index.touch(key for key, good in zip(run.keys, verified) if good)
-            bad = [
-                run.slot + n
-                for n, (key, good) in enumerate(zip(run.keys, verified))
-                if not good and self.index.slots.get(key) == run.slot + n and self.index.drop(key) is not None
-            ]
+            here = zip(run.keys, range(run.slot, run.slot + len(run.keys)), verified)
+            bad = self.index.drop(key for key, slot, good in here if not good and self.index.slots.get(key) == slot)
             self.index.store(self._index_descriptor, bad)
         return verified
 
@@ -226,12 +224,16 @@ class BlockFile:
         with self.lock:
             return self.index.oldest_s()
 
+    def next_used_s(self) -> int:
+        """Unix time at which the block was used that `evict` would give up next; 0: there is none."""
+        with self.lock:
+            return self.index.next_used_s()
+
     # --- forgetting ------------------------------------------------------------------------------------------------
 
     def remove(self, keys: Iterable[bytes]) -> None:
         with self.lock:
-            slots = [slot for key in keys if (slot := self.index.drop(key)) is not None]
-            self.index.store(self._index_descriptor, sorted(slots))
+            self.index.store(self._index_descriptor, sorted(self.index.drop(keys)))
 
     def purge(self, owner: bytes | None, session: bytes | None) -> int:
         """Wipe the blocks, and what is left of evicted ones; the number of blocks. Nothing may be written meanwhile."""
@@ -246,7 +248,7 @@ class BlockFile:
         """Forget the blocks that are evicted first, and give their space back. Returns their keys."""
         with self.lock:
             slots = sorted(self.index.evict(n_blocks))
-            keys = [self.index.records["key"][slot].tobytes() for slot in slots]
+            keys = block_hash.split(self.index.records["key"][slots].tobytes())
         self.wipe(slots)
         return keys
 
@@ -260,7 +262,7 @@ class BlockFile:
     def discard(self, keys: Iterable[bytes]) -> None:
         """Forget blocks, and give their space back."""
         with self.lock:
-            slots = sorted(slot for key in keys if (slot := self.index.slots.get(key)) is not None)
+            slots = sorted(self.index.drop(keys))
         self.wipe(slots)
 
     def wipe(self, slots: Sequence[int]) -> None:

@@ -5,7 +5,8 @@ two folders, and a worker that restarts finds what it or another one left. Every
 time: the tier notices and starts anew.
 
 What groups of another number of ranks have left is served as well (`other_layouts.py`), and gives way to new blocks:
-both together take no more space than the tier was given.
+both together take no more space than the tier was given. If the old blocks alone take more, the tier starts all the
+same, and a thread gives blocks up in small steps; until it is done, a write frees as much space as it takes.
 """
 
 import logging
@@ -15,6 +16,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import islice
 from math import inf
 from pathlib import Path
 
@@ -86,7 +88,9 @@ class DiskTier:
         self._health = DriveHealth(f"the KV cache on disk ({base})", clock, times)
         self._reader = BlockReader(self._health)
         self._writers = IoThreads(WRITE_THREADS - 1, "kv-disk-write")  # the caller is one more
-        self._mutation = threading.RLock()  # held while blocks are written, purged or files opened
+        self._mutation = threading.RLock()  # held while blocks are written, purged or given up, or files opened
+        self._shrinking = False  # a thread gives up blocks of other layouts
+        self._closed = threading.Event()
         self._files: dict[bytes, BlockFile] = {}
         self._others: OtherLayouts | None = None
         self._folder: TierFolder | None = None
@@ -223,8 +227,7 @@ class DiskTier:
         for tag, keys in _by_tag(ids).items():
             if (file := self._files.get(tag)) is not None:
                 with file.lock:
-                    for key in keys:
-                        file.index.drop(key)
+                    file.index.drop(keys)
         if (others := self._others) is not None:
             others.evict(ids)
 
@@ -246,6 +249,7 @@ class DiskTier:
         return found if others is None else found + others.chains(owner, session)
 
     def close(self) -> None:
+        self._closed.set()
         with self._mutation:
             self._reader.close()
             self._writers.close()
@@ -307,18 +311,40 @@ class DiskTier:
 
     def _make_room(self, file: BlockFile | None = None, n_blocks: int = 0) -> None:
         """Have blocks of other layouts give way, as far as they and this rank's own would take more space than there
-        is, once so many blocks are written to a file."""
+        is, once so many blocks are written to a file. What takes too much even now is left to a thread."""
         if (others := self._others) is None:
             return
-        own = sum(each.disk_bytes for each in self._files.values() if each is not file)
-        own += 0 if file is None else file.disk_bytes_after(n_blocks)
-        self._try(partial(self._shrink_others, others, self._stats.capacity_bytes - own))
+        growth = 0 if file is None else file.disk_bytes_after(n_blocks) - file.disk_bytes
+        left, before = self._left_for_others(), others.disk_bytes
+        self._try(partial(self._shrink_others, others, max(left, before) - growth))
+        if before > left and not self._shrinking:
+            self._shrinking = True
+            args = weakref.ref(self), self._closed, self._times.shrink_pause_s
+            threading.Thread(target=_shrink_in_steps, args=args, name="kv-disk-shrink", daemon=True).start()
 
-    def _shrink_others(self, others: OtherLayouts, limit_bytes: int) -> None:
-        evicted = others.shrink(limit_bytes)
-        self._evicted += len(evicted)
-        if self.evicted is not None:
-            self.evicted.extend(id_ for id_ in evicted if not self.has_own(id_))
+    def _left_for_others(self) -> int:
+        """Bytes that this rank's own blocks leave to those of other layouts."""
+        return self._stats.capacity_bytes - sum(file.disk_bytes for file in self._files.values())
+
+    def _shrink_others(self, others: OtherLayouts, limit_bytes: int, max_steps: int | None = None) -> int:
+        """Have blocks give way. Returns their number. Raises OSError of the drive."""
+        n_before = self._evicted
+        for evicted in islice(others.shrink(limit_bytes), max_steps):
+            self._evicted += len(evicted)
+            if self.evicted is not None:
+                self.evicted.extend(id_ for id_ in evicted if not self.has_own(id_))
+        return self._evicted - n_before
+
+    def shrink_once(self) -> bool:
+        """Have some blocks of other layouts give way to the size limit. Returns False once none needs to, or can."""
+        with self._mutation:
+            self._shrinking = False
+            if (others := self._others) is not None:
+                try:
+                    self._shrinking = self._shrink_others(others, self._left_for_others(), 1) > 0
+                except OSError as error:
+                    self._health.failed(error)
+            return self._shrinking
 
     def _write_failed(self, error: OSError, counted: bool = False) -> int:
         if error.errno in NO_ROOM:
@@ -425,6 +451,12 @@ class DiskTier:
         self.unreadable = others.unreadable
         others.follow(partial(_on_lost, weakref.ref(self)))
         return others if others.files else None
+
+
+def _shrink_in_steps(of: "weakref.ref[DiskTier]", closed: threading.Event, pause_s: float) -> None:
+    """Let other threads use the tier between two steps."""
+    while not closed.wait(pause_s) and (tier := of()) is not None and tier.shrink_once():
+        del tier
 
 
 def slot_bytes(groups: Sequence[KVGroup]) -> int:

@@ -23,6 +23,7 @@ class DriveTimes:
     max_pause_s: float = 60.0
     full_pause_s: float = 10.0  # after the disk was full, until the files may grow again
     check_s: float = 1.0  # between two looks whether the files are still there
+    shrink_pause_s: float = 0.01  # before each step in which blocks of other layouts give way to the size limit
 
 
 DRIVE_TIMES = DriveTimes()

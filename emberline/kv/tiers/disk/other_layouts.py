@@ -24,7 +24,7 @@ from emberline.kv.tiers.reslicing import Division, Reslicer
 from emberline.kv.tiers.tier import BlockId, BlockMeta, layout_tag
 from emberline.protocol.block_hash import KVGroup
 
-EVICTED_AT_ONCE = 256  # blocks, between two looks for those not used for longest
+EVICTED_AT_ONCE = 128  # blocks, in one step
 
 _log = logging.getLogger(__name__)
 
@@ -215,10 +215,10 @@ class OtherLayouts:
             with file.lock:
                 file.index.retire(owner, session, first)
 
-    def shrink(self, limit_bytes: int) -> list[BlockId]:
-        """Give up blocks, least recently used first, until this rank's share of the space is so small. Returns them.
+    def shrink(self, limit_bytes: int) -> Iterator[list[BlockId]]:
+        """Give up blocks, least recently used first, until this rank's share of the space is so small.
 
-        Raises OSError of the drive.
+        Yields the blocks after each step that gave some up, of EVICTED_AT_ONCE at most. Raises OSError of the drive.
         """
         dropped: dict[BlockFile, list[int]] = {}
         while self._dropped:
@@ -226,23 +226,21 @@ class OtherLayouts:
             dropped.setdefault(file, []).append(slot)
         for file, slots in dropped.items():
             file.wipe(sorted(slots))
-        evicted: list[BlockId] = []
         while (excess := self.disk_bytes - max(0, limit_bytes)) > 0:
             left = [file for file in self._weights if len(file.index)]
             if not left:
                 for file in self._weights:  # what blocks that were lost have left
                     file.file.truncate(0)
-                break
-            file = min(left, key=BlockFile.oldest_s)
+                return
+            file = min(left, key=BlockFile.next_used_s)
             tag = self._tags[file]
             parts_of_it = {other.tag: other for other, each in self._tags.items() if each == tag}.values()
             freed = sum(other.slot_bytes * self._weights[other] for other in parts_of_it)  # at most, by each block
             n = min(EVICTED_AT_ONCE, max(1, int(excess / freed)))
-            keys = file.evict(n)
-            evicted += [BlockId(key, tag) for key in keys]
-            for other, parts in self._parts_of(evicted[len(evicted) - len(keys) :]):
+            evicted = [BlockId(key, tag) for key in file.evict(n)]
+            for other, parts in self._parts_of(evicted):
                 other.discard(parts)
-        return evicted
+            yield evicted
 
     # --- forgetting ------------------------------------------------------------------------------------------------
 
@@ -255,7 +253,7 @@ class OtherLayouts:
         """Forget valid blocks, and wait for no drive: the next `shrink` gives their space back."""
         for file, keys in self._parts_of(ids):
             with file.lock:
-                slots = [slot for key in keys if (slot := file.index.drop(key)) is not None]
+                slots = file.index.drop(keys)
             self._dropped.extend((file, slot) for slot in slots)
 
     def purge(self, owner: bytes | None, session: bytes | None) -> int:

@@ -159,15 +159,21 @@ class SlotIndex:
         self._add((slot,))
         self.on_change(key, True)
 
-    def drop(self, key: bytes) -> int | None:
-        """Serve the block no more; its slot, which may be written again."""
-        if (slot := self.slots.pop(key, None)) is not None:
-            self.records["state"][slot] = SlotState.DEAD
-            self.order.remove((slot,))
+    def drop(self, keys: Iterable[bytes]) -> list[int]:
+        """Serve these blocks no more. Returns the slots of those that were there, which may be written again."""
+        dropped = {key: slot for key in keys if (slot := self.slots.pop(key, None)) is not None}
+        slots = list(dropped.values())
+        self.order.remove(slots)
+        self._free += slots
+        self._forget(dropped)
+        return slots
+
+    def _forget(self, gone: dict[bytes, int]) -> None:
+        """Take note of blocks, with their slots, that are served no more and have left the order."""
+        self.records["state"][list(gone.values())] = SlotState.DEAD
+        for key, slot in gone.items():
             self._leave(slot)
-            self._free.append(slot)
             self.on_change(key, False)
-        return slot
 
     def abandon(self, slot: int) -> None:
         """A write failed: the slot may hold parts of two blocks until it is written or wiped."""
@@ -204,9 +210,9 @@ class SlotIndex:
 
     def hide(self, slots: Iterable[int]) -> None:
         """Serve nothing of these slots any more; their bytes are still there."""
-        for slot in slots:
-            if self.records["state"][slot] == SlotState.VALID:
-                self.drop(self.records["key"][slot].tobytes())
+        mine = np.fromiter(slots, np.int64)
+        valid = mine[self.records["state"][mine] == SlotState.VALID]
+        self.drop(block_hash.split(self.records["key"][valid].tobytes()))
 
     def clear(self, slots: Slots) -> None:
         """The slots, which are hidden, are wiped."""
@@ -217,16 +223,18 @@ class SlotIndex:
         valid = self.records["state"][: self.n_used] == SlotState.VALID
         return float(self.records["used_s"][: self.n_used][valid].min()) if valid.any() else 0.0
 
+    def next_used_s(self) -> int:
+        """Unix time at which the block that is evicted next was used; 0: there is none. Looks at this block alone."""
+        slot = self.order.peek()
+        return 0 if slot is None else int(self.records["used_s"][slot])
+
     def evict(self, most: int) -> list[int]:
         """Serve the blocks no more that are evicted first. Returns their slots, which are the caller's."""
         slots = self.order.take(min(most, len(self.slots)))
-        for slot in slots:
-            key = self.records["key"][slot].tobytes()
-            del self.slots[key]
-            self._leave(slot)
-            self.on_change(key, False)
+        keys = block_hash.split(self.records["key"][slots].tobytes())
+        self._forget({key: self.slots.pop(key) for key in keys})
+        for key in keys:
             self.on_evict(key)
-        self.records["state"][slots] = SlotState.DEAD
         self.evicted += len(slots)
         return slots
 

@@ -1,9 +1,11 @@
 """Blocks that a group of another number of ranks has left on disk, served to the ranks of this one."""
 
 import shutil
+import signal
+import subprocess
 import sys
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,13 +20,14 @@ from emberline.kv.tiers.disk.drive_health import DriveTimes
 from emberline.kv.tiers.tier import BlockId, BlockMeta, layout_tag
 from emberline.protocol.block_hash import KVGroup
 from tests.kv.tiers.disk.disk_blocks import KEY
-from tests.kv.tiers.disk.test_disk_faults import limit_space
+from tests.kv.tiers.disk.test_disk_faults import limit_space, wait_until
 from tests.kv.transfer.rank_groups import GROUP, LATENT, divided, part, whole_block
 
 OWNER, SESSION = b"O" * 16, b"S" * 16
 LARGE = msgspec.structs.replace(GROUP, head_dim=128)  # 128 KiB: what a header takes beside it hardly counts
 BY_CHANNEL = msgspec.structs.replace(GROUP, keys="channel")
 NUMBERS = range(6)
+NEVER = DriveTimes(shrink_pause_s=1e6)  # the thread that gives blocks up does not get to it
 
 
 class Group:
@@ -72,6 +75,12 @@ class Group:
     def held(self, tier: DiskTier, numbers: Iterable[int] = NUMBERS) -> list[int]:
         group = self.slices[self.tiers.index(tier)]
         return [n for n, has in zip(numbers, tier.holds(ids(numbers, group))) if has]
+
+    def settle(self) -> None:
+        """Have old blocks give way to the size limit now, in as many steps as it takes."""
+        for tier in self.tiers:
+            while tier.shrink_once():
+                pass
 
     def close(self) -> None:
         for tier in self.tiers:
@@ -233,6 +242,7 @@ def test_blocks_of_another_layout_give_way_least_recently_used_first(
     for n in range(20, 24):
         group.write([n])
         assert space(tmp_path) <= capacity + headers
+    group.settle()
     for tier in group.tiers:
         stats, held = tier.stats(), group.held(tier, range(10))
         assert len(held) in (5, 6)
@@ -256,8 +266,93 @@ def test_a_tier_with_less_room_gives_blocks_of_another_layout_up_as_it_starts(tm
     old.close()
     group = Group(tmp_path, {"tp": 1}, LARGE, n_slots=3)
     (tier,) = group.tiers
+    wait_until(lambda: space(tmp_path) <= tier.stats().capacity_bytes)
     assert 1 <= len(group.held(tier)) <= 3
+    group.close()
+
+
+def test_a_tier_with_less_room_starts_first_and_what_it_writes_takes_no_more_space(tmp_path: Path) -> None:
+    old = Group(tmp_path, {"tp": 2}, LARGE, n_slots=6)
+    old.write(NUMBERS)
+    old.close()
+    before = space(tmp_path)
+    group = Group(tmp_path, {"tp": 1}, LARGE, n_slots=3, times=NEVER)
+    (tier,) = group.tiers
+    assert space(tmp_path) == before > tier.stats().capacity_bytes
+    assert group.check(tier, NUMBERS) == list(NUMBERS)
+    group.write([20])
+    assert space(tmp_path) <= before
+    assert len(group.check(tier, [*NUMBERS, 20])) >= len(NUMBERS) - 1, "not all at once"
+    group.settle()
     assert space(tmp_path) <= tier.stats().capacity_bytes
+    assert group.check(tier, [20]) == [20]
+    assert 1 <= len(group.check(tier, NUMBERS)) <= 2
+    group.close()
+    wait_until(lambda: all(thread.name != "kv-disk-shrink" for thread in threading.enumerate()))
+
+
+def test_a_worker_that_is_killed_while_old_blocks_give_way_leaves_right_blocks_and_nothing_else(tmp_path: Path) -> None:
+    old = Group(tmp_path, {"tp": 2}, n_slots=250)
+    old.write(range(250))
+    old.close()
+    before = space(tmp_path)
+    script = f"""
+import time
+from pathlib import Path
+import msgspec
+from emberline.kv.tiers.disk.disk_folder import folders_of_other_groups
+from emberline.kv.tiers.disk.disk_tier import DiskTier
+from emberline.kv.tiers.disk.drive_health import DriveTimes
+from emberline.protocol.block_hash import KVGroup
+group = msgspec.json.decode({msgspec.json.encode(GROUP)!r}, type=KVGroup)
+base = Path({str(tmp_path)!r}) / "model"
+options = {{"others": folders_of_other_groups(base, 1), "whole": [group], "times": DriveTimes(shrink_pause_s=0.0)}}
+tier = DiskTier(base, [group], {2 * slot_bytes([GROUP])}, {KEY!r}, **options)
+time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", script]) as worker:
+        wait_until(lambda: space(tmp_path) < before)
+        worker.send_signal(signal.SIGKILL)
+    group = Group(tmp_path, {"tp": 1}, n_slots=2, times=NEVER)
+    (tier,) = group.tiers
+    assert len(group.check(tier, range(250))) < 250
+    group.settle()
+    assert space(tmp_path) <= tier.stats().capacity_bytes
+    tier.purge()
+    assert not any(path.read_bytes().strip(b"\0") for path in tmp_path.rglob("*.blocks"))
+    group.close()
+
+
+def test_of_several_folders_the_block_that_is_next_to_go_was_used_least_recently(tmp_path: Path) -> None:
+    """The last block of a conversation goes first: when the first one was used says nothing about it."""
+    workers = [Group(tmp_path, {"tp": 1}, LARGE) for _ in range(2)]
+    for worker, used_s in zip(workers, ({0: 100, 1: 1000}, {2: 500})):
+        data = [memoryview(bytearray(worker.content(n, LARGE))) for n in used_s]
+        metas = [BlockMeta(OWNER, bytes([min(used_s) + 1]) * 16, n, used_s=at_s) for n, at_s in used_s.items()]
+        worker.tiers[0].write(ids(used_s, LARGE), data, metas)
+    for worker in workers:
+        worker.close()
+    group = Group(tmp_path, {"tp": 2}, LARGE, n_slots=2, times=NEVER)
+    group.settle()
+    assert group.held(group.tiers[0]) == [0, 1]
+    group.close()
+
+
+def test_giving_up_a_block_takes_few_calls(tmp_path: Path) -> None:
+    old = Group(tmp_path, {"tp": 4}, n_slots=120)
+    old.write(range(120))
+    old.close()
+    group = Group(tmp_path, {"tp": 1}, n_slots=10, times=NEVER)
+    (tier,) = group.tiers
+    calls = Counter[str]()
+    sys.setprofile(lambda frame, event, arg: calls.update([event]))
+    try:
+        tier.shrink_once()
+    finally:
+        sys.setprofile(None)
+    n_parts = 4 * tier.stats().evicted
+    assert n_parts > 200
+    assert calls["call"] + calls["c_call"] < 18 * n_parts
     group.close()
 
 
