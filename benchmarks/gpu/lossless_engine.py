@@ -61,7 +61,7 @@ def start(args: argparse.Namespace, _: str) -> dict[str, float]:
     write_model(source, args.layers)
     begin = time.perf_counter()
     if not packed.exists():
-        subprocess.run([sys.executable, "-m", "emberline", "compress", str(source)], check=True)
+        subprocess.run([sys.executable, "-m", "emberline.cli.main", "compress", str(source)], check=True)
     found = {"compress s": time.perf_counter() - begin}
     plans = {"plain": (source, "plain"), "disk": (packed, "plain"), "disk and memory": (packed, "compressed")}
     for name in (*plans, *plans):

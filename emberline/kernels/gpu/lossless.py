@@ -15,6 +15,7 @@ multiplying a sum by it is exact.
 """
 
 from dataclasses import dataclass, replace
+from threading import Lock
 from typing import NamedTuple
 
 import torch
@@ -32,7 +33,9 @@ MAX_COLUMNS = 1 << 16  # that an escape can name
 ROW_PIECE = 1 << 15
 RAW_SHARE = 64  # a row is stored raw if more than one of so many weights is an escape
 _FIRST, _LAST = 1, 255 - WINDOW  # of a row's window: no denormals, infinities or NaN in it
-_PACKED_WEIGHTS = 1 << 23  # packed at a time: bounds the temporary memory
+PACKING_BYTES = 192 << 20  # of temporary memory: what a piece takes, and what PyTorch's allocator keeps of it
+_PACKED_WEIGHTS = 1 << 20  # of a piece, each with about 60 bytes of temporary memory
+_packing = Lock()  # held for a piece by the thread that packs it
 _INTERPRETED = tl.constexpr(INTERPRETED)
 
 
@@ -145,10 +148,12 @@ class LosslessPacker:
         self._raw: dict[int, Tensor] = {}
 
     def pack(self, weight: Tensor, first: int) -> None:
-        """Pack rows `first` and on from bfloat16 [rows, k]. Parts of a matrix may come in any order, on any thread."""
-        step = max(1, _PACKED_WEIGHTS // max(1, self.matrix.k))
+        """Pack rows `first` and on from bfloat16 [rows, k], which may be on the host. Parts of a matrix may come in any
+        order, on any thread; threads take turns."""
+        step, device = max(1, _PACKED_WEIGHTS // max(1, self.matrix.k)), self.matrix.codes.device
         for start in range(0, len(weight), step):
-            self._pack(weight[start : start + step], first + start)
+            with _packing:
+                self._pack(weight[start : start + step].to(device), first + start)
 
     def _pack(self, weight: Tensor, first: int) -> None:
         matrix, rows = self.matrix, slice(first, first + len(weight))

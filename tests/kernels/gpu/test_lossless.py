@@ -1,11 +1,14 @@
 """Losslessly packed BF16 matrices: every bit comes back, and products equal those of the matrix that was packed."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
 from emberline.kernels.gpu.lossless import (
+    PACKING_BYTES,
     LosslessMatrix,
     LosslessPacker,
     Room,
@@ -165,3 +168,18 @@ def test_a_matrix_that_does_not_compress_is_refused() -> None:
 def test_a_row_too_long_for_the_format_is_refused() -> None:
     with pytest.raises(ValueError, match="longer than 65536"):
         LosslessPacker(1, 65537, "meta")
+
+
+@pytest.mark.gpu
+def test_threads_that_pack_take_the_memory_of_one_piece() -> None:
+    """The KV cache is allocated while weights are packed, and takes all memory but a reserve."""
+    weight, n_threads = normal(8192, 4096).cpu(), 8
+    packers = [LosslessPacker(*weight.shape, DEVICE) for _ in range(n_threads)]
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with ThreadPoolExecutor(n_threads) as threads:
+        list(threads.map(lambda packer: packer.pack(weight, 0), packers))
+    torch.cuda.synchronize()
+    assert torch.cuda.max_memory_allocated() - before < PACKING_BYTES
+    assert all(same_bits(packer.finish().dense(), weight.to(DEVICE)) for packer in packers)

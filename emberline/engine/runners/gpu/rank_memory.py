@@ -16,7 +16,7 @@ from emberline.engine.runners.gpu.memory_budget import graph_bytes, reserve_byte
 from emberline.engine.runners.gpu.shapes import CHUNK_ROWS, MAX_GRAPH_TOKENS, max_draws, table_width, verify_rows
 from emberline.kernels.backend import LatentAttention, MoE
 from emberline.kernels.gpu.backend.workspace import Workspace, WorkspaceSizes
-from emberline.kernels.gpu.formats.registry import workspace_needs
+from emberline.kernels.gpu.formats.registry import loading_bytes, workspace_needs
 from emberline.kernels.gpu.sampler_table import SamplerTable
 from emberline.models.decoder import Decoder
 from emberline.models.draft_head import GpuDraftHead
@@ -80,6 +80,7 @@ class StepMemory:
             chains = graph_bytes(depth * _dense_layers(draft))
         result = max(2 * attn.output_dim + 4 * attn.heads for attn in model.attentions)  # bf16; float32 log-sum-exp
         reserve = reserve_bytes(limits, n_groups, result, dense_layers, speculates) + chains
+        reserve += loading_bytes(model.matrices)
         workspace = Workspace.bytes(sizes) + (0 if draft_sizes is None else Workspace.bytes(draft_sizes))
         state += runner_state_bytes(limits, n_groups)
         return cls(sizes, workspace, state, reserve, collective_bytes(model.shard), draft_sizes)

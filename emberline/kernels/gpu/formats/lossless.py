@@ -22,6 +22,7 @@ from emberline.kernels.gpu.formats.matrix_format import (
 from emberline.kernels.gpu.launch import INTERPRETED
 from emberline.kernels.gpu.lossless import (
     MAX_COLUMNS,
+    PACKING_BYTES,
     ROW_PIECE,
     TILES,
     LosslessMatrix,
@@ -45,6 +46,7 @@ WORTHWHILE = 0.9  # a matrix is packed if it takes less than this share of its b
 
 class Lossless(MatrixFormat):
     matrix = LosslessMatrix
+    loading_bytes = PACKING_BYTES
 
     def load(
         self, weights: Sequence[Any], bias: Tensor | None, dtype: torch.dtype, device: str
@@ -56,7 +58,7 @@ class Lossless(MatrixFormat):
             return None
         packer, first = LosslessPacker(n, k, device, bias=bias), 0
         for weight in weights:
-            weight.read_rows(lambda rows, at, first=first: packer.pack(rows.to(device), first + at))
+            weight.read_rows(lambda rows, at, first=first: packer.pack(rows, first + at))
             first += weight.shape[0]
         weights[0].when_read(packer.finish)
         return packer.matrix

@@ -87,6 +87,7 @@ class MatrixFormat:
 
     matrix: ClassVar[type[Any]]  # the class of its matrices
     workspace_needs: ClassVar[frozenset[str]] = frozenset({"quantized"})  # see `workspace.WorkspaceSizes`
+    loading_bytes: ClassVar[int] = 0  # that loading takes beside the matrices, while steps are prepared already
     beside_experts: ClassVar[bool] = False  # few tokens are multiplied on a second stream, with memory of its own
 
     def load(

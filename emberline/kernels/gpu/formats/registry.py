@@ -41,9 +41,18 @@ def load_stacked(
 
 def workspace_needs(matrices: Iterable[Any]) -> dict[str, bool]:
     """Arguments of `WorkspaceSizes.of`: the optional regions that products with these matrices use."""
-    found = [_BY_MATRIX.get(type(matrix)) for matrix in matrices]  # experts' matrices need none of them
-    needed = frozenset[str]().union(*(each.workspace_needs for each in found if each is not None))
+    needed = frozenset[str]().union(*(each.workspace_needs for each in _formats(matrices)))
     return {name: name in needed for name in ("quantized", "fp8")}
+
+
+def loading_bytes(matrices: Iterable[Any]) -> int:
+    """Bytes of a device that loading these matrices takes beside them, until all are loaded."""
+    return max((each.loading_bytes for each in _formats(matrices)), default=0)
+
+
+def _formats(matrices: Iterable[Any]) -> set[MatrixFormat]:
+    """The formats of these matrices; experts' matrices have none."""
+    return {each for each in (_BY_MATRIX.get(type(matrix)) for matrix in matrices) if each is not None}
 
 
 def n_fp8(matrix: Any) -> int:

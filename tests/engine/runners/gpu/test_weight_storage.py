@@ -11,6 +11,7 @@ from emberline.engine.planning.layout_plan import Planner, Workload
 from emberline.engine.runners.gpu.weight_storage import GIB, Room, choose
 from emberline.engine.worker import build as worker
 from emberline.engine.worker.main import parse_arguments
+from emberline.kernels.gpu.lossless import PACKING_BYTES
 from emberline.protocol.parallel_layout import Layout
 from emberline.weights.lossless_files import MANIFEST
 from emberline.weights.lossless_folder import compress_folder
@@ -54,6 +55,8 @@ def test_a_plan_counts_packed_weights() -> None:
     assert packed.compressed
     assert packed.kv_bytes - plain.kv_bytes > 3.4 * GIB
     assert packed.weights_bytes < 0.76 * plain.weights_bytes
+    # What packing takes while weights are read and steps are prepared is no room for KV.
+    assert packed.stages[0].reserve_bytes - plain.stages[0].reserve_bytes == PACKING_BYTES
     assert plans["auto", 256].compressed  # 256 sequences of 4,096 tokens want more KV than plain weights leave
     assert not plans["auto", 16].compressed
     assert plans["auto", 8].compressed  # so few decode faster
