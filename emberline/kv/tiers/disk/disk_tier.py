@@ -28,6 +28,7 @@ from emberline.kv.tiers.block_tag import BlockTagger
 from emberline.kv.tiers.disk.block_cipher import BlockCipher
 from emberline.kv.tiers.disk.block_file import GROW_BYTES, BlockFile, SlotRun, stored_bytes
 from emberline.kv.tiers.disk.block_reader import BlockReader
+from emberline.kv.tiers.disk.complete_blocks import CompleteBlocks
 from emberline.kv.tiers.disk.direct_file import IoThreads
 from emberline.kv.tiers.disk.disk_folder import FolderFormat, TierFolder
 from emberline.kv.tiers.disk.drive_health import DRIVE_TIMES, NO_ROOM, DriveHealth, DriveTimes
@@ -112,15 +113,10 @@ class DiskTier:
         if not self._health.usable:
             self._health.check()
             return [False] * len(ids)
-        indexed = {tag: file.index.slots for tag, file in self._files.items()}
-        nothing: dict[bytes, int] = {}
-        held = [key in indexed.get(tag, nothing) for key, tag in ids]
+        own = {tag: file.index.slots for tag, file in self._files.items()}
         others = self._others  # once: another thread opens the files anew where they were removed
-        if others is not None and not all(held):
-            missing = [at for at, has in enumerate(held) if not has]
-            for at, has in zip(missing, others.holds([ids[at] for at in missing])):
-                held[at] = has
-        return held
+        complete: dict[bytes, set[bytes]] = {} if others is None else others.complete.keys
+        return [key in own.get(tag, ()) or key in complete.get(tag, ()) for key, tag in ids]
 
     def has_own(self, id_: BlockId) -> bool:
         """True if this rank has written the block itself."""
@@ -128,9 +124,11 @@ class DiskTier:
         return file is not None and id_.key in file.index.slots
 
     def held(self) -> list[BlockId]:
-        found = [BlockId(key, tag) for tag, file in self._files.items() for key in list(file.index.slots)]
-        others = self._others
-        return found if others is None else list(dict.fromkeys(found + others.held()))
+        found = dict.fromkeys(BlockId(key, tag) for tag, file in self._files.items() for key in list(file.index.slots))
+        if (others := self._others) is not None:
+            for tag, keys in others.complete.keys.items():
+                found |= dict.fromkeys(BlockId(key, tag) for key in list(keys))
+        return list(found)
 
     def look_up(self, ids: Sequence[BlockId]) -> None:
         """All is known."""
@@ -141,7 +139,7 @@ class DiskTier:
         stats.blocks = sum(len(file.index) for file in files)
         stats.used_bytes = sum(len(file.index) * file.slot_bytes for file in files)
         if (others := self._others) is not None:
-            stats.blocks += others.n_blocks
+            stats.blocks += len(others.complete)
             stats.used_bytes += others.used_bytes
         stats.evicted = self._evicted + sum(file.index.evicted for file in files)
         state = self._health.state
@@ -328,12 +326,14 @@ class DiskTier:
 
     def _shrink_others(self, others: OtherLayouts, limit_bytes: int, max_steps: int | None = None) -> int:
         """Have blocks give way. Returns their number. Raises OSError of the drive."""
-        n_before = self._evicted
+        n_blocks = 0
         for evicted in islice(others.shrink(limit_bytes), max_steps):
-            self._evicted += len(evicted)
+            n_blocks += len(evicted)
+            gone = [id_ for id_ in evicted if not self.has_own(id_)]
+            self._evicted += len(gone)
             if self.evicted is not None:
-                self.evicted.extend(id_ for id_ in evicted if not self.has_own(id_))
-        return self._evicted - n_before
+                self.evicted.extend(gone)
+        return n_blocks
 
     def shrink_once(self) -> bool:
         """Have some blocks of other layouts give way to the size limit. Returns False once none needs to, or can."""
@@ -424,9 +424,13 @@ class DiskTier:
             tag: self._open_file(folder.path, tag, n_bytes, self._n_slots, trusted)
             for tag, n_bytes in self._layouts.items()
         }
+        complete = None if others is None else others.complete
         for tag, file in opened.items():
-            file.index.on_change = partial(_on_change, weakref.ref(self), tag)  # a cycle would keep the folder locked
+            # A cycle would keep the folder locked.
+            file.index.on_change = partial(_on_change, weakref.ref(self), complete, tag)
             file.index.on_evict = partial(_on_evict, weakref.ref(self), tag)
+            if complete is not None:
+                complete.own_changed(tag, file.index.slots, stored=True)
             if self._retention is not None:
                 file.index.order.follow(self._retention)
         self._files, self._folder, self._format = opened, folder, new
@@ -438,7 +442,7 @@ class DiskTier:
         took_ms = round(1000 * (time.perf_counter() - began_s))
         facts = {"blocks": n_blocks, "took_ms": took_ms, "direct": all(file.file.direct for file in opened.values())}
         if self._others is not None:
-            facts["blocks_of_other_layouts"] = self._others.n_blocks
+            facts["blocks_of_other_layouts"] = len(self._others.complete)
         _log.info("KV cache on disk: %s", folder.path, extra=facts)
 
     def _open_file(self, folder: Path, tag: bytes, n_bytes: int, n_slots: int, trusted: bool) -> BlockFile:
@@ -449,7 +453,7 @@ class DiskTier:
         slices = self._groups, self._whole
         others = OtherLayouts(self._other_groups, *slices, known, self._open_file, self._reader)
         self.unreadable = others.unreadable
-        others.follow(partial(_on_lost, weakref.ref(self)))
+        others.complete.on_lost = partial(_on_lost, weakref.ref(self))
         return others if others.files else None
 
 
@@ -464,7 +468,11 @@ def slot_bytes(groups: Sequence[KVGroup]) -> int:
     return sum(stored_bytes(group.block_bytes) for group in groups)
 
 
-def _on_change(of: "weakref.ref[DiskTier]", tag: bytes, key: bytes, stored: bool) -> None:
+def _on_change(
+    of: "weakref.ref[DiskTier]", complete: CompleteBlocks | None, tag: bytes, key: bytes, stored: bool
+) -> None:
+    if complete is not None:
+        complete.own_changed(tag, (key,), stored)
     tier = of()
     if tier is not None and tier.changes is not None:
         (tier.changes.stored if stored else tier.changes.removed)((BlockId(key, tag),))

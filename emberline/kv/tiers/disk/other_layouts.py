@@ -19,6 +19,7 @@ import msgspec
 from emberline.kv.slices import runs
 from emberline.kv.tiers.disk.block_file import BlockFile, block_path, stored_bytes
 from emberline.kv.tiers.disk.block_reader import BlockReader
+from emberline.kv.tiers.disk.complete_blocks import CompleteBlocks
 from emberline.kv.tiers.disk.disk_folder import FolderFormat, TierFolder
 from emberline.kv.tiers.reslicing import Division, Reslicer
 from emberline.kv.tiers.tier import BlockId, BlockMeta, layout_tag
@@ -37,13 +38,6 @@ class PartFiles:
     def __init__(self, reader: BlockReader) -> None:
         self._reader = reader
         self.by_tag: dict[bytes, list[BlockFile]] = {}  # by layout tag: workers side by side had a folder each
-
-    def complete(self, keys: set[bytes], division: Division) -> set[bytes]:
-        """Return the keys of blocks of which there are all parts."""
-        for part in division:
-            indexes = [file.index.slots for file in self.by_tag[layout_tag(part)]]
-            keys = {key for slots in indexes for key in keys if key in slots}
-        return keys
 
     def read(self, ids: Sequence[BlockId], buffers: Sequence[memoryview]) -> list[bool]:
         return self._reader.read(self._file_of, ids, buffers)
@@ -87,6 +81,9 @@ class OtherLayouts:
                 taken = group.block_bytes if part == group else sum(run.n_bytes for run in runs(part, group))
                 for file in self._parts.by_tag.get(layout_tag(part), ()):
                     self._weights[file], self._tags[file] = taken / part.block_bytes, tag
+        self.complete = CompleteBlocks(self._divisions, self._parts.by_tag)
+        for file, tag in self._tags.items():
+            self.complete.watch(file, tag)
         self._dropped: deque[tuple[BlockFile, int]] = deque()  # slots whose space is yet to be given back
 
     def _open(
@@ -137,15 +134,6 @@ class OtherLayouts:
         return all(file.is_linked for file in self.files)
 
     @property
-    def n_blocks(self) -> int:
-        """Number of blocks of all KV groups. It counts those of the part that is held least often."""
-        return sum(
-            min(sum(len(file.index) for file in self._parts.by_tag[layout_tag(part)]) for part in division)
-            for found in self._divisions.values()
-            for division in found
-        )
-
-    @property
     def used_bytes(self) -> int:
         """Bytes of all blocks, of which this rank counts its share."""
         return round(sum(len(file.index) * file.slot_bytes * weight for file, weight in self._weights.items()))
@@ -159,30 +147,7 @@ class OtherLayouts:
         """Unix time at which the block was used that was not used for longest; 0: there is none."""
         return min((at_s for file in self._weights if (at_s := file.oldest_s())), default=0.0)
 
-    def follow(self, on_lost: Callable[[BlockId], None]) -> None:
-        """Call a function, from any thread, with each block of which a part is gone."""
-        for file, tag in self._tags.items():
-            file.index.on_change = partial(_lost, on_lost, tag)
-
     # --- reading ---------------------------------------------------------------------------------------------------
-
-    def holds(self, ids: Sequence[BlockId]) -> list[bool]:
-        """True for each block of which there are all parts that this rank needs."""
-        complete: dict[bytes, set[bytes]] = {}
-        for tag, divisions in self._divisions.items():
-            keys = {key for key, each in ids if each == tag} if divisions else set()
-            complete[tag] = set().union(*(self._parts.complete(keys, division) for division in divisions))
-        return [key in complete.get(tag, ()) for key, tag in ids]
-
-    def held(self) -> list[BlockId]:
-        """All blocks that `holds` knows of."""
-        found: dict[BlockId, None] = {}
-        for tag, divisions in self._divisions.items():
-            for first, *_ in divisions:
-                keys = [key for file in self._parts.by_tag[layout_tag(first)] for key in list(file.index.slots)]
-                ids = [BlockId(key, tag) for key in keys]
-                found.update((id_, None) for id_, has in zip(ids, self.holds(ids)) if has)
-        return list(found)
 
     def read(self, ids: Sequence[BlockId], buffers: Sequence[memoryview]) -> list[bool]:
         """Fill each buffer with this rank's slice of a block. False: a part is missing, or was not verified."""
@@ -190,7 +155,7 @@ class OtherLayouts:
         for tag, divisions in self._divisions.items():
             for division in divisions:
                 mine = [at for at, id_ in enumerate(ids) if id_.tag == tag and not got[at]]
-                complete = self._parts.complete({ids[at].key for at in mine}, division)
+                complete = self.complete.in_division({ids[at].key for at in mine}, division)
                 mine = [at for at in mine if ids[at].key in complete]
                 read = (
                     self._parts.read
@@ -258,10 +223,10 @@ class OtherLayouts:
 
     def purge(self, owner: bytes | None, session: bytes | None) -> int:
         """Wipe blocks, and what is left of them, in every layout. Returns their number. Raises OSError."""
-        before = self.n_blocks
+        before = len(self.complete)
         for file in self.files:
             file.purge(owner, session)
-        return before - self.n_blocks
+        return before - len(self.complete)
 
     def chains(self, owner: bytes, session: bytes | None) -> list[tuple[BlockId, BlockMeta]]:
         """The blocks of a session, or of all sessions of an owner, with those before them in their chains."""
@@ -271,8 +236,7 @@ class OtherLayouts:
                 for file in self._parts.by_tag[layout_tag(first)]:
                     with file.lock:
                         found |= {BlockId(key, tag): meta for key, meta in file.index.chains(owner, session)}
-        ids = list(found)
-        return [(id_, found[id_]) for id_, has in zip(ids, self.holds(ids)) if has]
+        return [(id_, meta) for id_, meta in found.items() if id_.key in self.complete.keys[id_.tag]]
 
     def close(self) -> None:
         """Make what was wiped durable. The index in memory may be older than the one on disk. Raises OSError."""
@@ -287,7 +251,3 @@ class OtherLayouts:
             keys = [key for key, each in mine if each == tag and key in file.index.slots]
             found += [(file, keys)] if keys else []
         return found
-
-
-def _lost(on_lost: Callable[[BlockId], None], tag: bytes, key: bytes, stored: bool) -> None:
-    on_lost(BlockId(key, tag))

@@ -25,6 +25,7 @@ from tests.kv.transfer.rank_groups import GROUP, LATENT, divided, part, whole_bl
 
 OWNER, SESSION = b"O" * 16, b"S" * 16
 LARGE = msgspec.structs.replace(GROUP, head_dim=128)  # 128 KiB: what a header takes beside it hardly counts
+WIDE = msgspec.structs.replace(GROUP, kv_heads=8)
 BY_CHANNEL = msgspec.structs.replace(GROUP, keys="channel")
 NUMBERS = range(6)
 NEVER = DriveTimes(shrink_pause_s=1e6)  # the thread that gives blocks up does not get to it
@@ -546,4 +547,72 @@ def test_a_folder_that_cannot_be_read_leaves_the_others_in_use(
     (tier,) = group.tiers
     assert f"{bad}, is not used" in caplog.text
     assert group.check(tier, NUMBERS) == list(NUMBERS)
+    group.close()
+
+
+class CountedKey(bytes):
+    """A key that counts how often it was looked up."""
+
+    n_look_ups = 0
+
+    def __hash__(self) -> int:
+        CountedKey.n_look_ups += 1
+        return super().__hash__()
+
+
+def test_a_block_is_looked_up_twice_at_most_however_many_parts_it_has(tmp_path: Path) -> None:
+    old = Group(tmp_path, {"tp": 8}, WIDE)
+    old.write(NUMBERS)
+    old.close()
+    group = Group(tmp_path, {"tp": 1}, WIDE)
+    (tier,) = group.tiers
+    CountedKey.n_look_ups = 0
+    assert all(tier.holds([BlockId(CountedKey(key(n)), layout_tag(WIDE)) for n in NUMBERS]))
+    assert 0 < CountedKey.n_look_ups <= 2 * len(NUMBERS)
+    group.close()
+
+
+def test_a_block_in_two_forms_counts_once(tmp_path: Path) -> None:
+    old = Group(tmp_path, {"tp": 2}, LARGE)
+    old.write(NUMBERS)
+    old.close()
+    group = Group(tmp_path, {"tp": 1}, LARGE)
+    group.write([4, 5, 6, 7])  # as an import does
+    group.close()
+    group = Group(tmp_path, {"tp": 1}, LARGE, n_slots=7, times=NEVER)
+    (tier,) = group.tiers
+    assert tier.stats().blocks == len(tier.held()) == 8
+    group.settle()
+    held = group.held(tier, range(8))
+    assert held[-4:] == [4, 5, 6, 7]
+    assert tier.stats().blocks == len(tier.held()) == len(held)
+    assert tier.stats().evicted == 8 - len(held), "what is left in one form was not evicted"
+    tier.evict(ids([7], LARGE))
+    group.write([0])
+    left = tier.held()
+    assert tier.stats().blocks == len(left)
+    assert tier.purge() == len(left) > 0
+    assert tier.stats().blocks == 0
+    group.close()
+
+
+def test_a_block_in_two_forms_counts_until_the_last_is_gone(tmp_path: Path) -> None:
+    old = Group(tmp_path, {"tp": 2}, LARGE)
+    old.write(NUMBERS)
+    old.close()
+    group = Group(tmp_path, {"tp": 1}, LARGE, n_slots=16)
+    (tier,) = group.tiers
+    group.write(NUMBERS)
+    assert tier.stats().blocks == 6
+    (own,) = (tmp_path / "model").rglob("*.blocks")
+    with own.open("r+b") as file:
+        file.write(bytes(own.stat().st_size))
+    group.check(tier, [0, 1, 2, 3])  # drops what does not verify
+    assert tier.stats().blocks == 6
+    for path in tmp_path.glob("model-rank*/0/*.blocks"):
+        with path.open("r+b") as file:
+            file.write(bytes(path.stat().st_size))
+    group.check(tier, [2, 3, 4, 5])
+    assert group.held(tier) == [0, 1]
+    assert tier.stats().blocks == 2
     group.close()
