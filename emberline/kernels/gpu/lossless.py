@@ -15,6 +15,7 @@ multiplying a sum by it is exact.
 """
 
 from dataclasses import dataclass, replace
+from functools import cache
 from threading import Lock
 from typing import NamedTuple
 
@@ -151,9 +152,12 @@ class LosslessPacker:
         """Pack rows `first` and on from bfloat16 [rows, k], which may be on the host. Parts of a matrix may come in any
         order, on any thread; threads take turns."""
         step, device = max(1, _PACKED_WEIGHTS // max(1, self.matrix.k)), self.matrix.codes.device
+        stream = _packing_stream(device)
         for start in range(0, len(weight), step):
-            with _packing:
+            with _packing, torch.cuda.stream(stream):
                 self._pack(weight[start : start + step].to(device), first + start)
+                if stream is not None:
+                    stream.synchronize()
 
     def _pack(self, weight: Tensor, first: int) -> None:
         matrix, rows = self.matrix, slice(first, first + len(weight))
@@ -196,6 +200,12 @@ class LosslessPacker:
         matrix.starts[1:] = self._counts.cumsum(0)
         self._escapes, self._raw = {}, {}
         return matrix
+
+
+@cache
+def _packing_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """One for all threads: PyTorch's allocator keeps the temporary memory of each stream apart. None: no GPU."""
+    return torch.cuda.Stream(device) if device.type == "cuda" else None
 
 
 def pack_lossless(weight: Tensor, bias: Tensor | None = None) -> LosslessMatrix:
