@@ -232,7 +232,7 @@ def to_messages(items: Sequence[Item], fields: Sequence[str]) -> tuple[list[Mess
         else:
             if isinstance(item, CallItem):
                 calls.add(item.call_id)
-            message = _assistant_message(item)
+            message = _assistant_message(item, field)
             if last is not None and _same_reply(last, item):
                 replies[-1].append(message)
                 last = item
@@ -291,12 +291,18 @@ def _parts(content: str | Sequence[Content] | None, field: str) -> tuple[Content
     )
 
 
-def _assistant_message(item: Item) -> Message:
+def _assistant_message(item: Item, field: str) -> Message:
+    """The canonical message of one item of the assistant. Raises BadInput for an image, which no reply can contain."""
     if isinstance(item, ReasoningItem):
         return Message("assistant", "", reasoning=item.text or None)
     if isinstance(item, CallItem):
         return Message("assistant", "", tool_calls=(item.tool_call(),))
     assert isinstance(item, MessageItem)
+    for at, part in enumerate(item.content if isinstance(item.content, list) else ()):
+        if isinstance(part, InputImage):
+            where = f"{field}.content[{at}]"
+            message = f"`{where}`: images are for messages of the user and of tools, not of the assistant"
+            raise BadInput(message, param=where)
     return Message("assistant", item.text)
 
 

@@ -48,6 +48,8 @@ WEATHER = {
     "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
     "strict": True,
 }
+REPLIED = {"type": "output_text", "text": "Here."}
+REMOTE_IMAGE = {"type": "input_image", "image_url": "https://example.org/a.png"}
 PATCH = {"type": "custom", "name": "apply_patch", "description": "Edit", "format": {"type": "text"}}
 
 
@@ -551,6 +553,17 @@ async def test_hosted_tools_when_none_may_be_called(client: httpx.AsyncClient, s
             "input[0].content[0]",
             "file_id",
         ),
+        (
+            {"input": [{"role": "assistant", "content": [REPLIED, REMOTE_IMAGE]}, {"role": "user", "content": "?"}]},
+            "input[0].content[1]",
+            "not of the assistant",
+        ),
+        (
+            {"input": [{"role": "assistant", "content": [REPLIED, {"type": "input_file", "file_id": "f"}]}]},
+            "input[0].content[1].type",
+            "input_file",
+        ),
+        ({"input": [{"role": "assistant", "content": [{"type": "input_audio"}]}]}, "input[0].content[0].type", "audio"),
         ({"input": [{"type": "web_search_call", "id": "x"}]}, "input[0].type", "web_search_call"),
         ({"input": [{"type": "function_call", "call_id": "a", "name": "f"}]}, "input[0].arguments", "missing"),
         ({"input": [{"type": "function_call_output", "call_id": "a", "output": ""}]}, "input[0]", "answers no call"),
