@@ -83,6 +83,7 @@ class ServedModels:
         self._cards = {item.card.id: _with_own_name(item.card) for item in served}
         self.card = self._cards.get  # returns the card of the model with an id; None if there is none
         self._served = {item.card.id: item for item in served}
+        self.named_at_start = frozenset(self._cards)  # ids; other models are loaded when a request asks for them
         self.states: dict[str, str] = {}  # by id, of the models that the core loads and unloads
         self.problems: dict[str, str] = {}  # by id: why a model could not be loaded, or its worker ended
         # Those keep their files while this process runs; of a predictor another version may be pushed.

@@ -27,6 +27,8 @@ class ModelLookup(Protocol):
 
     def is_upstream(self, card: ModelCard) -> bool: ...
 
+    def is_named_at_start(self, model_id: str) -> bool: ...
+
     def state(self, model_id: str) -> str: ...
 
     def problem(self, card: ModelCard, principal: Principal) -> str: ...
@@ -95,6 +97,11 @@ class Models:
     def is_upstream(self, card: ModelCard) -> bool:
         """True if another server computes the model, not an engine worker of ours."""
         return self._served.card(card.id) is None
+
+    def is_named_at_start(self, model_id: str) -> bool:
+        """True if the operator named the model when the server was started. False for a model that is loaded when a
+        request asks for it, and for one of another server."""
+        return model_id in self._served.named_at_start
 
     def state(self, model_id: str) -> str:
         """State of a model that is loaded and unloaded here: on_disk, loading, loaded, unloading or failed.

@@ -152,9 +152,15 @@ agent = says(*AGENT, usage=AGENT_USAGE)  # thinks, speaks, and calls a function 
 class FakeModels:
     """The models of a fake service, all of them our own."""
 
-    def __init__(self, cards: Sequence[ModelCard] = CARDS, hidden: Sequence[ModelCard] = (SPEECH,)) -> None:
-        """`hidden` ones are not listed."""
-        self._cards, self._hidden = cards, hidden
+    def __init__(
+        self,
+        cards: Sequence[ModelCard] = CARDS,
+        hidden: Sequence[ModelCard] = (SPEECH,),
+        on_demand: Sequence[ModelCard] = (),
+    ) -> None:
+        """`hidden` models are not listed; `on_demand` ones are listed, and were not named at start."""
+        self._cards, self._hidden = (*cards, *on_demand), hidden
+        self._named = frozenset(card.id for card in cards)
 
     def cards(self) -> Sequence[ModelCard]:
         return self._cards
@@ -179,6 +185,9 @@ class FakeModels:
 
     aliases = AliasTable()
     upstream = UpstreamModels(())
+
+    def is_named_at_start(self, model_id: str) -> bool:
+        return model_id in self._named
 
     def state(self, model_id: str) -> str:
         return "loaded" if model_id == MODEL else ""

@@ -9,12 +9,13 @@ from emberline.accounts.stored_provider import EVERY_ACCOUNT
 from emberline.catalog.aliases import Aliases, configured_table
 from emberline.catalog.model_card import CogSource, ModelCard, PathSource, pushed_id
 from emberline.catalog.model_files import ModelFiles
-from emberline.cluster.served_models import ServedModels
+from emberline.cluster.served_models import Served, ServedModels
 from emberline.config import ProviderConfig
 from emberline.protocol.errors import Conflict, Forbidden, ModelNotFound
 from emberline.protocol.provider import OwnKey
 from emberline.protocol.request import Principal
 from emberline.service.models import Models
+from emberline.text.text_model import TextModel
 from emberline.upstream.models import UpstreamModels
 from emberline.upstream.providers.directory import ProviderDirectory
 
@@ -44,6 +45,13 @@ def test_the_words_of_a_predictor_are_shown_to_operators_alone() -> None:
     assert models.problem(predictor, ANYONE) == "the predictor failed"
     assert models.problem(own, ANYONE) == served.problems[own.id], "an engine's words have no input"
     assert models.problem(card(OLD), ANYONE) == ""
+
+
+def test_models_named_at_start_are_told_from_those_loaded_on_demand(text_model: TextModel) -> None:
+    served = ServedModels([Served(card(OLD), text_model)])
+    models = Models(served, UpstreamModels(()), Aliases(configured_table({})))
+    served.offer([ModelFiles(card(OLD), "/old"), ModelFiles(card(NEW), "/new")])
+    assert [each.id for each in models.cards() if models.is_named_at_start(each.id)] == [OLD]
 
 
 def test_an_accounts_own_models() -> None:

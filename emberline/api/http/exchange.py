@@ -350,11 +350,15 @@ class HttpExchange:
         return self.card or self.use_model(name)
 
     def only_model(self) -> str:
-        """The id of the model for a request that names none. Raises BadInput unless there is exactly one."""
-        every, state = [card.id for card in self.models()], self.service.models.state
-        ids = [model for model in every if state(model) != UPSTREAM] or every
-        if len(ids) == 1:
-            return ids[0]
+        """The id of the model for a request that names none: the only one named at start; without such a model, the
+        only one on this machine; else the only one of other servers. Raises BadInput unless there is exactly one.
+
+        The choice does not depend on what happens to be loaded: the same request would reach different models."""
+        every, known = [card.id for card in self.models()], self.service.models
+        ids = [model for model in every if known.state(model) != UPSTREAM] or every
+        candidates = [model for model in ids if known.is_named_at_start(model)] or ids
+        if len(candidates) == 1:
+            return candidates[0]
         if not ids:
             raise BadInput("`model` is missing", param="model")
         others = f" and {len(ids) - MAX_NAMED} others" if len(ids) > MAX_NAMED else ""

@@ -14,7 +14,7 @@ from emberline.protocol import token_ids as tokens
 from emberline.protocol.errors import Overloaded
 from emberline.protocol.events import ChoiceDone, Completed, Started, TextDelta, TextEvent, TextLogprob, Usage
 from emberline.protocol.request import GenerateRequest, Message, Priority, Reasoning, SamplingParams, ToolCall
-from tests.api.fake_service import MODEL, USAGE, FakeService
+from tests.api.fake_service import MODEL, USAGE, FakeModels, FakeService, card, client_of
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
 USAGE_JSON = (
@@ -312,3 +312,21 @@ async def test_the_account_is_the_path_segment(client: httpx.AsyncClient, servic
     local, acme = service.principals
     assert (local.account, acme.account) == ("local", "acme")
     assert local.salt != acme.salt
+
+
+async def test_the_model_named_at_start_is_meant_beside_others_on_disk(service: FakeService) -> None:
+    spare, other = card("@cf/acme/spare", "acme"), card("@cf/acme/other", "acme")
+    for named, on_demand, model in (
+        ([card(MODEL, "acme")], [spare, other], MODEL),
+        ([], [spare], spare.id),
+        ([], [spare, other], None),
+        ([spare, other], [card(MODEL, "acme")], None),
+    ):
+        service.models = FakeModels(named, (), on_demand)
+        async with client_of(service) as client:
+            answer = await client.post("/v1/completions", json={"prompt": "hi"})
+        assert answer.status_code == (400 if model is None else 200), answer.text
+        if model is not None:
+            assert answer.json()["model"] == model
+        else:
+            assert all(each.id in answer.json()["error"]["message"] for each in (*named, *on_demand))
