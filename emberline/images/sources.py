@@ -8,7 +8,7 @@ import msgspec
 
 from emberline.net.egress_policy import EgressPolicy
 from emberline.net.http_fetch import FetchLimits, fetch
-from emberline.protocol.errors import BadInput, NotFound, TooLarge, Unsupported
+from emberline.protocol.errors import BadInput, NoSuchFile, NotFound, TooLarge, Unsupported
 from emberline.protocol.sizes import format_limit
 
 FILE_SCHEME = "file-id:"  # of an image that is a file of the account, which it uploaded before
@@ -65,7 +65,7 @@ class ImageSources:
         try:
             return await self.files.read(account, file_id, self.limits.n_bytes)
         except NotFound:
-            raise NotFound(f"there is no file {file_id[:100]!r}: it was deleted, or has expired") from None
+            raise NoSuchFile(f"there is no file {file_id[:100]!r}: it was deleted, or has expired") from None
         except TooLarge:
             raise too_large(self.limits.n_bytes) from None
 

@@ -98,6 +98,12 @@ class Conflict(EmberlineError):
     kind = "conflict"
 
 
+class NoSuchFile(NotFound):
+    """No uploaded file of that id, of the caller's account."""
+
+    kind = "file_not_found"
+
+
 class NoSuchStream(NotFound):
     """No event log of that id, of the caller's account."""
 
@@ -177,7 +183,7 @@ _BY_KIND: dict[str, type[EmberlineError]] = {
     for cls in (
         *(Internal, BadInput, Unsupported, TooLarge, ContextExceeded, ModelNotFound, MalformedModelId, Unauthorized),
         *(Forbidden, NotFound, Conflict, IdempotencyMismatch, Overloaded, Unavailable, DeadlineExceeded, Cancelled),
-        *(RateLimited, BudgetExceeded, BudgetReserved, NoSuchStream, PredictionFailed),
+        *(RateLimited, BudgetExceeded, BudgetReserved, NoSuchFile, NoSuchStream, PredictionFailed),
     )
 }
 

@@ -15,7 +15,16 @@ from emberline.images.sources import FILE_SCHEME, ImageLimits, ImageSources
 from emberline.net.egress_policy import EgressPolicy
 from emberline.protocol import token_ids as tokens
 from emberline.protocol.block_hash import DIGEST_BYTES
-from emberline.protocol.errors import BadInput, ContextExceeded, EmberlineError, NotFound, TooLarge, Unsupported
+from emberline.protocol.errors import (
+    BadInput,
+    ContextExceeded,
+    EmberlineError,
+    NoSuchFile,
+    NotFound,
+    TooLarge,
+    Unsupported,
+    from_info,
+)
 from emberline.protocol.events import Completed, Usage
 from emberline.protocol.price import Price
 from emberline.protocol.request import ContentPart, GenerateRequest, Message, Principal, SamplingParams, ToolCall
@@ -253,9 +262,10 @@ async def test_a_stored_file_of_the_same_account_alone(bench: Bench) -> None:
     await bench.ask(said(image(RED), text("What is this?")))
     await bench.ask(stored)
     assert bench.engine.submitted[0].images == bench.last.images
-    with pytest.raises(NotFound, match="there is no file") as refused:
+    with pytest.raises(NoSuchFile, match="there is no file") as refused:
         await bench.ask(stored, principal=BOB)
     assert refused.value.message.startswith("image 1 of the request")
+    assert isinstance(from_info(refused.value.info()), NoSuchFile), "also from a queued job, or another process"
 
 
 async def test_tokens_are_counted_with_images(bench: Bench) -> None:
@@ -272,7 +282,7 @@ BROKEN: list[tuple[str, ContentPart, type[EmberlineError], str]] = [
     ("path", ContentPart("image", "file:///etc/passwd"), BadInput, "data: URL in base64"),
     ("private", ContentPart("image", "https://127.0.0.1/a.png"), BadInput, "inside the network"),
     ("metadata", ContentPart("image", "https://169.254.169.254/latest"), BadInput, "inside the network"),
-    ("no such file", ContentPart("image", FILE_SCHEME + "file-1"), NotFound, "there is no file"),
+    ("no such file", ContentPart("image", FILE_SCHEME + "file-1"), NoSuchFile, "there is no file"),
     ("large", ContentPart("image", "data:image/png;base64," + "A" * (2 << 20)), TooLarge, "larger than 1 MiB"),
     ("pixels", image(picture(1200, 1200, "1")), BadInput, "1200 x 1200 pixels"),
 ]

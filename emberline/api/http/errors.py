@@ -66,10 +66,6 @@ class NoSuchBatch(NotFound):
     kind = "batch_not_found"
 
 
-class NoSuchFile(NotFound):
-    kind = "file_not_found"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FieldNames:
     """Under which names a client sent the fields of the canonical request.

@@ -9,13 +9,13 @@ from emberline.api.batches.submission import cancel_batch, find_batch, new_batch
 from emberline.api.common.sampling_fields import Metadata
 from emberline.api.common.unsupported_fields import UnsupportedField, refuse_unsupported
 from emberline.api.http.body import read_body
-from emberline.api.http.errors import NoSuchFile, codes
+from emberline.api.http.errors import codes
 from emberline.api.http.exchange import HttpExchange, Reply, encode, json_reply, list_reply
 from emberline.api.http.wire import decode
 from emberline.api.openai.batch_jobs import FORMS
 from emberline.api.openai.files import error_file_id, output_file_id
 from emberline.jobs.batches.batch import Batch, new_batch_id
-from emberline.protocol.errors import BadInput, ErrorInfo, NotFound, Unsupported, from_info
+from emberline.protocol.errors import BadInput, ErrorInfo, NoSuchFile, NotFound, Unsupported, from_info
 
 MAX_WINDOW_H = 14 * 24
 _WINDOW = re.compile(r"([1-9][0-9]{0,5})([mhd])")

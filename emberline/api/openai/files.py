@@ -7,7 +7,6 @@ from typing import Any
 from emberline.api.batches.job_format import NOT_SUCCEEDED, SUCCEEDED, batch_results
 from emberline.api.batches.submission import IDEMPOTENCY_KEY, REPLAYED, request_digest
 from emberline.api.http.body import body_chunks
-from emberline.api.http.errors import NoSuchFile
 from emberline.api.http.exchange import BatchQueue, HttpExchange, Reply, encode, json_reply, list_reply, parse_int
 from emberline.api.http.streaming import JSONL, ByteStream, Chunks
 from emberline.api.openai.batch_jobs import result_line
@@ -16,7 +15,7 @@ from emberline.jobs.batches.files import File
 from emberline.jobs.batches.idempotency_keys import StoredAnswer
 from emberline.jobs.queue.queue import Queue
 from emberline.net.multipart import FormPart, MultipartForm, boundary_of
-from emberline.protocol.errors import BadInput, NotFound
+from emberline.protocol.errors import BadInput, NoSuchFile, NotFound
 
 PURPOSES = ("assistants", "batch", "fine-tune", "vision", "user_data", "evals")
 MAX_PAGE = 10_000
