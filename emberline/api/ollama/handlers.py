@@ -65,7 +65,8 @@ async def _answer(call: HttpExchange, body: OllamaChat | OllamaPrompt, is_chat: 
     request = msgspec.structs.replace(request, keep_alive_s=_keep_alive_s(call, body))
     if isinstance(body, OllamaPrompt) and body.context:
         request = _continuing(call, request, body.context)
-    watch = Stopwatch(call, has_context=isinstance(body, OllamaPrompt) and not body.raw)
+    # Without their images, tokens of images mean nothing: a reply to images has no context to send back.
+    watch = Stopwatch(call, has_context=isinstance(body, OllamaPrompt) and not (body.raw or body.images))
     events = call.run(request)
     if body.streams:
         encoder = ReplyStream(call.id, call.dialect, body.model, is_chat, watch)

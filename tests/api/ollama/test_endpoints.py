@@ -117,6 +117,9 @@ async def test_the_context_of_a_reply_is_continued(client: httpx.AsyncClient, se
     assert again["context"] == [mark, 1, 2, 3, 4, 1, 2, 3, 4]
     assert "context" not in await post(client, "/api/generate", PROMPT | {"stream": False, "raw": True})
     assert "context" not in await post(client, "/api/chat", CHAT | {"stream": False})
+    seen = PROMPT | {"images": ["iVBORw0KGgo="]}
+    assert "context" not in await post(client, "/api/generate", seen | {"stream": False})
+    assert "context" not in (await lines(client, "/api/generate", seen))[-1]
 
 
 @pytest.mark.parametrize("bad", [[1, 2], [-1], [1 << 30, 1 << 31]])
