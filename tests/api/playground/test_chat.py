@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -463,8 +463,128 @@ def test_images_only_where_a_model_sees(stage: Stage) -> None:
         ask(page, "What is it?")
         page.wait_for_selector(".message.assistant .problem")
         content = bodies[0]["messages"][0]["content"]  # type: ignore[index]
-        assert [part["type"] for part in content] == ["text", "image_url"]
-        assert content[1]["image_url"]["url"].startswith("data:image/png;base64,")
+        assert [part["type"] for part in content] == ["image_url", "text"]
+        assert content[0]["image_url"]["url"].startswith("data:image/png;base64,")
+
+
+PNG = {"name": "a.png", "mimeType": "image/png", "buffer": bytes.fromhex("89504e470d0a1a0a")}
+ANSWERED = ".message.assistant [title=Regenerate]"  # replies that are complete
+# Drops a file on an element. Returns True if the browser leaves it to the page.
+DROP = """(node, type) => {
+  const dataTransfer = new DataTransfer();
+  dataTransfer.items.add(new File(["x"], "a.file", { type }));
+  const fields = { dataTransfer, bubbles: true, cancelable: true };
+  return ["dragover", "drop"].map((name) => !node.dispatchEvent(new DragEvent(name, fields))).every(Boolean);
+}"""
+
+
+def sees_and_reads(page: "Page") -> list[list[dict[str, Any]]]:
+    """Offer a model that takes images and one that takes none. Returns a list that grows by each request's messages."""
+    rows = [{"id": "see/er", "capabilities": {"vision": True}}, {"id": "read/er", "capabilities": {}}]
+    page.route("**/v1/models", lambda route: route.fulfill(json={"object": "list", "data": rows}))
+    sent: list[list[dict[str, Any]]] = []
+
+    def answer(route: "Route") -> None:
+        sent.append((route.request.post_data_json or {})["messages"])
+        route.fulfill(body="data: [DONE]\n\n", content_type="text/event-stream")
+
+    page.route("**/v1/chat/completions", answer)
+    page.evaluate("() => poll()")
+    page.wait_for_selector(".model-button:has-text('see/er')")
+    return sent
+
+
+def choose(page: "Page", model: str, pane: int = 0) -> None:
+    page.click(f"main .model-button >> nth={pane}")
+    page.click(f".models button:has-text('{model}')")
+    expect(page.locator("dialog")).to_have_count(0)
+
+
+def test_an_image_is_sent_or_the_page_says_why_not(stage: Stage) -> None:
+    with stage.site() as here:
+        page = here.open()
+        sent = sees_and_reads(page)
+        problem, thumbs, prompt = (page.locator(it) for it in (".composer .problem", ".thumb", "#prompt"))
+        page.set_input_files("input[type=file][multiple]", PNG)
+        expect(thumbs).to_have_count(1)
+        choose(page, "read/er")
+        expect(problem).to_have_text("read/er takes no images. Remove the image, or choose a model that takes images.")
+        page.press("#prompt", "Enter")  # an image alone
+        page.fill("#prompt", "What is it?")
+        page.press("#prompt", "Enter")
+        expect(prompt).to_have_value("What is it?")
+        expect(thumbs).to_have_count(1)
+        assert sent == []
+        choose(page, "see/er")
+        expect(problem).to_have_count(0)
+        page.keyboard.press("Alt+c")
+        expect(page.locator(".pane")).to_have_count(2)
+        choose(page, "read/er", pane=1)
+        expect(problem).to_contain_text("Right: read/er takes no images. Remove")
+        page.press("#prompt", "Enter")
+        expect(prompt).to_have_value("What is it?")
+        assert sent == []
+        choose(page, "see/er", pane=1)
+        page.press("#prompt", "Enter")
+        expect(prompt).to_have_value("")
+        expect(thumbs).to_have_count(0)
+        expect(page.locator(ANSWERED)).to_have_count(2)
+        assert len(sent) == 2
+        for (message,) in sent:
+            image, text = message["content"]
+            assert image["image_url"]["url"].startswith("data:image/png;base64,iVBOR")
+            assert text == {"type": "text", "text": "What is it?"}
+
+
+def test_files_are_attached_wherever_they_are_dropped_and_again_after_removal(stage: Stage) -> None:
+    with stage.site() as here:
+        page = here.open()
+        sent = sees_and_reads(page)
+        thumbs, problem = page.locator(".thumb"), page.locator(".composer .problem")
+        page.set_input_files("input[type=file][multiple]", PNG)
+        page.click("[aria-label='Remove image 1']")
+        expect(thumbs).to_have_count(0)
+        left = page.eval_on_selector("input[type=file][multiple]", "(input) => input.files.length")
+        assert left == 0, "choosing the same file again would change nothing"
+        assert page.eval_on_selector(".transcript", DROP, "image/png")
+        expect(thumbs).to_have_count(1)
+        page.press("#prompt", "Enter")  # an image alone
+        expect(thumbs).to_have_count(0)
+        expect(page.locator(ANSWERED)).to_have_count(1)
+        assert [part["type"] for part in sent[0][0]["content"]] == ["image_url"]
+        choose(page, "read/er")
+        assert page.eval_on_selector(".composer", DROP, "image/png")
+        expect(problem).to_contain_text("read/er takes no images.")
+        assert page.eval_on_selector("h1", DROP, "text/plain")
+        expect(problem).to_contain_text("a.file is not an image")
+
+
+def test_view_code_has_the_attached_images(stage: Stage) -> None:
+    """The page shows the beginning of an image and copies all of it, as a command that any shell can take."""
+    with stage.site() as here:
+        page = here.open()
+        sees_and_reads(page)
+        page.evaluate("() => { navigator.clipboard.writeText = async (text) => { window.copied = text; }; }")
+        page.set_input_files("input[type=file][multiple]", PNG | {"buffer": PNG["buffer"] + bytes(150_000)})
+        expect(page.locator(".thumb")).to_have_count(1)
+        page.fill("#prompt", "It's what?")
+        page.keyboard.press("Alt+v")
+        for name in ("JavaScript", "Python", "curl"):
+            page.click(f"dialog .segments >> text={name}")
+            begin = {"curl": "curl ", "Python": "from ", "JavaScript": "const "}[name]
+            shown = sample(page, begin)
+            assert "data:image/png;base64,iVBOR" in shown
+            assert "It's what?" in shown
+            assert len(shown) < 3000, name
+            page.click(".sample .copy")
+            page.wait_for_function("(begin) => window.copied?.startsWith(begin)", arg=begin)
+            assert len(page.evaluate("window.copied")) > 200_000, name
+        if shutil.which("bash"):
+            code = "curl() { cat; }\n" + page.evaluate("window.copied")
+            done = subprocess.run(["bash"], input=code, capture_output=True, text=True, timeout=60, check=True)
+            (message,) = json.loads(done.stdout)["messages"]
+            assert len(message["content"][0]["image_url"]["url"]) > 200_000
+            assert message["content"][1]["text"] == "It's what?"
 
 
 async def _waits(request: GenerateRequest) -> AsyncIterator[TextEvent]:

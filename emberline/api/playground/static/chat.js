@@ -94,25 +94,34 @@ export function Composer() {
   const panes = workspace.panes;
   panes.forEach(useObservable); // their number changes only with the whole page: see `key` in app.js
   panes.map((pane) => pane.settings).forEach(useObservable);
-  const [text, setText] = useState("");
-  const [images, setImages] = useState([]);
+  const { draft } = workspace;
+  const { text, images } = useObservable(draft);
   const [problem, setProblem] = useState(null);
   const area = useRef();
   const vision = panes.every((pane) => pane.model?.vision);
   const blocked = panes.map((pane) => pane.settings.problem).find(Boolean);
-  const shown = problem ?? (blocked && panes.map((pane) => pane.refused).find(Boolean));
+  const shown = problem || (blocked && panes.map((pane) => pane.refused).find(Boolean)) || blindness(panes, images);
   useLayoutEffect(() => area.current.focus(), []);
   useLayoutEffect(() => {
     area.current.style.height = "auto";
     area.current.style.height = `${Math.min(area.current.scrollHeight, innerHeight * 0.4)}px`;
   }, [text]);
+  // A file may be dropped anywhere on the page: the browser would leave the page to open it.
+  useLayoutEffect(() => {
+    const onDrag = (event) => {
+      if (!event.dataTransfer?.types.includes("Files")) return;
+      event.preventDefault();
+      if (event.type === "drop") attach(event.dataTransfer.files);
+    };
+    for (const type of ["dragover", "drop"]) document.addEventListener(type, onDrag);
+    return () => ["dragover", "drop"].forEach((type) => document.removeEventListener(type, onDrag));
+  }, []);
 
   const send = () => {
-    if (workspace.busy || (!text.trim() && !images.length)) return;
-    if (panes.filter((pane) => pane.refuses()).length) return;
-    panes.forEach((pane) => pane.send(text, vision ? images : []));
-    setText("");
-    setImages([]);
+    if (workspace.busy || draft.isEmpty) return;
+    if (panes.filter((pane) => pane.refuses(images)).length) return;
+    panes.forEach((pane) => pane.send(text, images));
+    draft.set({ text: "", images: [] });
     setProblem(null);
     area.current.focus();
   };
@@ -123,35 +132,41 @@ export function Composer() {
     }
   };
   const attach = async (files) => {
-    for (const file of files) {
+    setProblem(null);
+    for (const file of [...files]) { // a copy: the browser empties its own list
       if (!IMAGE_TYPES.includes(file.type)) setProblem(`${visible(file.name)} is not an image that a model reads: PNG, JPEG, WebP or GIF.`);
       else if (file.size > MAX_IMAGE_BYTES) setProblem(`${visible(file.name)} is larger than ${MAX_IMAGE_BYTES >> 20} MiB.`);
       else {
         const url = await dataUrl(file);
-        setImages((before) => [...before, url]);
+        draft.set({ images: [...draft.images, url] });
       }
     }
   };
-  const drop = vision && {
-    onDragOver: (event) => event.preventDefault(),
-    onDrop: (event) => (event.preventDefault(), attach(event.dataTransfer.files)),
-    onPaste: (event) => event.clipboardData.files.length && (event.preventDefault(), attach(event.clipboardData.files)),
-  };
-  return html`<div class="composer" ...${drop}>
+  const onPaste = (event) => vision && event.clipboardData.files.length && (event.preventDefault(), attach(event.clipboardData.files));
+  return html`<div class="composer" onPaste=${onPaste}>
     ${shown && html`<p class="problem" role="alert"><${Icon} name="warn" />${shown}</p>`}
     ${images.length > 0 && html`<div class="images">${images.map((url, i) => html`<span class="thumb"><img src=${url} alt=${`Image ${i + 1}`} />
-      <${Button} icon="close" label=${`Remove image ${i + 1}`} class="small" onClick=${() => setImages(images.filter((_, j) => j !== i))} /></span>`)}</div>`}
+      <${Button} icon="close" label=${`Remove image ${i + 1}`} class="small" onClick=${() => draft.set({ images: images.filter((_, j) => j !== i) })} /></span>`)}</div>`}
     <div class="box">
       ${vision && html`<label class="button square quiet" title="Attach images"><${Icon} name="image" /><span class="visually-hidden">Attach images</span>
-        <input type="file" class="visually-hidden" accept=${IMAGE_TYPES.join(",")} multiple onChange=${(event) => attach(event.target.files)} /></label>`}
+        <input type="file" class="visually-hidden" accept=${IMAGE_TYPES.join(",")} multiple onChange=${(event) => (attach(event.target.files), (event.target.value = ""))} /></label>`}
       <textarea ref=${area} id="prompt" rows="1" aria-label="Message" placeholder=${panes.length > 1 ? "Ask both…" : "Ask anything…"} value=${text}
-        onInput=${(event) => setText(event.target.value)} onKeyDown=${onKey}></textarea>
+        onInput=${(event) => draft.set({ text: event.target.value })} onKeyDown=${onKey}></textarea>
       ${workspace.busy
         ? html`<${Button} icon="stop" label="Stop" class="primary round" onClick=${() => workspace.stop()} />`
-        : html`<${Button} icon="send" label="Send" class="primary round" disabled=${!text.trim() && !images.length} onClick=${send} />`}
+        : html`<${Button} icon="send" label="Send" class="primary round" disabled=${draft.isEmpty} onClick=${send} />`}
     </div>
     <p class="hint">Enter sends, Shift + Enter starts a line. Models make mistakes.</p>
   </div>`;
+}
+
+/** Says which models keep the images from being sent. Returns null if all take them. */
+function blindness(panes, images) {
+  const said = panes.flatMap((pane, i) => {
+    if (!pane.isBlindTo(images)) return [];
+    return `${panes.length > 1 ? `${["Left", "Right"][i]}: ` : ""}${visible(pane.model.name)} takes no images.`;
+  });
+  return said.length ? `${said.join(" ")} Remove the ${images.length > 1 ? "images" : "image"}, or choose a model that takes images.` : null;
 }
 
 function dataUrl(file) {

@@ -24,12 +24,13 @@ export class CodeBlock {
   #chunk = null; // of lines: the browser lays out only the one that grows
   #lines = 0
 
-  constructor(language) {
+  /** `copied` returns the text that the button copies, where the shown text is not all of it. */
+  constructor(language, copied = () => this.#code.textContent) {
     this.#language = language.split(/\s/)[0].slice(0, 30);
     const label = visible(this.#language) || "code";
     const copy = element("button", { type: "button", class: "copy", "aria-label": `Copy the ${label}` }, "Copy");
     copy.addEventListener("click", async () => {
-      await copyText(this.#code.textContent);
+      await copyText(copied());
       copy.textContent = "Copied";
       setTimeout(() => (copy.textContent = "Copy"), 1500);
     });

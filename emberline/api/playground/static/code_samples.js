@@ -1,6 +1,7 @@
 // The present request as code that can be run: curl, Python, JavaScript. A key is named by its variable, never shown.
 
 const KEY = "EMBERLINE_API_KEY";
+const MAX_ARGUMENT_CHARS = 40_000; // Linux takes 131,072 bytes per argument, and a character of JSON has up to three
 
 export function samples(body, { base, affinity, needsKey }) {
   return [
@@ -11,12 +12,13 @@ export function samples(body, { base, affinity, needsKey }) {
 }
 
 function curl(body, base, affinity, needsKey) {
-  const quoted = JSON.stringify(body, null, 2).replaceAll("'", `'\\''`);
+  const json = JSON.stringify(body, null, 2);
+  const data = json.length > MAX_ARGUMENT_CHARS ? `@- <<'EOF'\n${json}\nEOF` : `'${json.replaceAll("'", `'\\''`)}'`;
   const key = needsKey ? ` \\\n  -H "Authorization: Bearer $${KEY}"` : "";
   return `curl -N ${base}/v1/chat/completions${key} \\
   -H 'content-type: application/json' \\
   -H 'x-session-affinity: ${affinity}' \\
-  -d '${quoted}'`;
+  -d ${data}`;
 }
 
 function python(body, base, affinity, needsKey) {

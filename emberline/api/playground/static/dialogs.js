@@ -13,6 +13,7 @@ const tokens = new Intl.NumberFormat("en");
 
 const ACTIONS = { "on disk": ["load", "Load"], loaded: ["unload", "Unload"] }; // by a model's state
 const MAX_OFFERS = 20;
+const LONG_IMAGE = /(data:image\/[a-z]+;base64,[A-Za-z0-9+/]{40})[A-Za-z0-9+/=]{100,}/g;
 const size = (bytes) => (bytes < 1 << 30 ? `${Math.round(bytes / (1 << 20))} MiB` : `${(bytes / (1 << 30)).toFixed(1)} GiB`);
 const perMillion = (price) => Number((price * 1e6).toPrecision(4));
 
@@ -80,25 +81,31 @@ function PullProgress({ name, line }) {
 
 export function CodeDialog({ onClose }) {
   const pane = workspace.pane;
-  const draft = document.getElementById("prompt")?.value;
+  const { draft } = workspace;
   const path = pane.conversation.path;
   // As the next request would be: what is shown up to the last question, and the draft.
-  const messages = draft ? [...path, new Message("user", { content: draft })] : path.at(-1)?.isReply ? path.slice(0, -1) : path;
+  const messages = draft.text || draft.images.length ? [...path, new Message("user", { content: draft.text, images: draft.images })] : path.at(-1)?.isReply ? path.slice(0, -1) : path;
   const shown = messages.length ? messages : [new Message("user", { content: "Hello!" })];
   const all = samples(pane.body(shown), { base: location.origin, affinity: pane.conversation.id, needsKey: session.key !== null });
   const [at, setAt] = useState(0);
   return html`<${Dialog} title="Code of this request" onClose=${onClose} class="wide">
     <div class="segments" role="group" aria-label="Language">${all.map(({ name }, i) => html`<button type="button" aria-pressed=${i === at} onClick=${() => setAt(i)}>${name}</button>`)}</div>
     <${Code} key=${at} ...${all[at]} />
+    ${all[at].code !== shortened(all[at].code) && html`<p class="soft">Images are shortened here; <b>Copy</b> takes them whole.</p>`}
     ${session.key !== null && html`<p class="soft">Put your key into <code>EMBERLINE_API_KEY</code> first.</p>`}
   <//>`;
+}
+
+/** The code as it is shown: the bytes of an image are of no use to a reader. */
+function shortened(code) {
+  return code.replace(LONG_IMAGE, "$1…");
 }
 
 function Code({ language, code }) {
   const root = useRef();
   useLayoutEffect(() => {
-    const block = new CodeBlock(language);
-    for (const line of code.split("\n")) block.append(line);
+    const block = new CodeBlock(language, () => code);
+    for (const line of shortened(code).split("\n")) block.append(line);
     block.end();
     root.current.replaceChildren(block.node);
   }, [code]);

@@ -97,7 +97,8 @@ function wire(message, keepReasoning) {
   if (message.role === "user") {
     if (!message.images.length) return { role: "user", content: message.content };
     const images = message.images.map((url) => ({ type: "image_url", image_url: { url } }));
-    return { role: "user", content: [{ type: "text", text: message.content }, ...images] };
+    const text = message.content ? [{ type: "text", text: message.content }] : [];
+    return { role: "user", content: [...images, ...text] }; // images first, as `emberline run` and Ollama's API put them
   }
   const found = { role: "assistant", content: message.content || (message.toolCalls.length ? null : "") };
   if (keepReasoning && message.reasoning) found.reasoning_content = message.reasoning;

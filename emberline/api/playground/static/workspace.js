@@ -39,14 +39,19 @@ export class Pane extends Observable {
     return new Pane(this.settings.clone(), this.conversation.clone());
   }
 
-  /** Whether the settings keep a request from being sent; the composer shows why. */
-  refuses() {
+  /** True if the model is known to take no images and there are some. */
+  isBlindTo(images) {
+    return images.length > 0 && this.model?.vision === false;
+  }
+
+  /** True if the settings, or images that the model does not take, keep a request from being sent; the composer shows why. */
+  refuses(images = []) {
     this.set({ refused: this.settings.problem });
-    return this.refused !== null;
+    return this.refused !== null || this.isBlindTo(images);
   }
 
   send(content, images) {
-    if (this.refuses()) return undefined;
+    if (this.refuses(images)) return undefined;
     this.conversation.add(new Message("user", { content, images }));
     return this.reply();
   }
@@ -110,7 +115,18 @@ export class Pane extends Observable {
   }
 }
 
+/** The message that is being written. It outlives the composer, which is drawn anew when panes are added or removed. */
+class Draft extends Observable {
+  text = "";
+  images = []; // data URLs
+
+  get isEmpty() {
+    return !this.text.trim() && !this.images.length;
+  }
+}
+
 class Workspace extends Observable {
+  draft = new Draft();
   panes = [new Pane()];
   id = newId(); // of the chat, where it is saved
   title = null; // the chat's name, if it was given one
