@@ -52,9 +52,11 @@ class ServerLimits:
     write_timeout_s: float = 120.0
     # Requests sent before the responses to earlier ones.
     n_pipelined: int = 16
-    # Bytes of a body that are read and dropped after its response has begun, so that the client reads the response.
+    # Bytes that are read and dropped so that the client reads its answer: of a body after its response has begun, and
+    # from a WebSocket after a refused message.
     discarded_bytes: int = 16 << 20
-    # From the end of a response to the end of a body that the endpoint did not read.
+    # From the end of a response to the end of a body that the endpoint did not read, and from the close frame after a
+    # refused WebSocket message to the end of the connection.
     discard_timeout_s: float = 10.0
     # Open connections of the process; None: as many as the limit on open files allows.
     n_connections: int | None = None
@@ -80,7 +82,13 @@ async def serve(
     config = uvicorn.Config(
         app,
         http=partial(_BoundedProtocol, connections, limits),  # type: ignore[arg-type]
-        ws=partial(BoundedWebSocket, connections, limits.write_timeout_s),  # type: ignore[arg-type]
+        ws=partial(  # type: ignore[arg-type]
+            BoundedWebSocket,
+            connections,
+            write_timeout_s=limits.write_timeout_s,
+            discarded_bytes=limits.discarded_bytes,
+            discard_timeout_s=limits.discard_timeout_s,
+        ),
         ws_max_size=MAX_MESSAGE_BYTES,
         ws_ping_interval=PING_INTERVAL_S,
         ws_ping_timeout=PING_INTERVAL_S,

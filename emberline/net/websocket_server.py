@@ -30,10 +30,21 @@ class WebSocketCounter(Protocol):
 class BoundedWebSocket(WebSocketsSansIOProtocol):
     """A WebSocket whose number, messages and unread bytes are bounded."""
 
-    def __init__(self, connections: WebSocketCounter, write_timeout_s: float, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        connections: WebSocketCounter,
+        *,
+        write_timeout_s: float,
+        discarded_bytes: int,
+        discard_timeout_s: float,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(**kwargs)
         self._all = connections
         self._write_timeout_s = write_timeout_s
+        self._discarded_bytes_left = discarded_bytes
+        self._discard_timeout_s = discard_timeout_s
+        self._discards = False
         self._stall_timer: asyncio.TimerHandle | None = None
         self._drains = False
         self._fragment_bytes = 0  # of the message that is not complete
@@ -59,6 +70,11 @@ class BoundedWebSocket(WebSocketsSansIOProtocol):
 
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
+            return
+        if self._discards:
+            self._discarded_bytes_left -= len(data)
+            if self._discarded_bytes_left < 0:
+                self.transport.close()
             return
         super().data_received(data)
         held_bodies.release(self)
@@ -89,6 +105,22 @@ class BoundedWebSocket(WebSocketsSansIOProtocol):
         if not self.close_sent:
             self.conn.fail(code, reason)
             self.handle_parser_exception()
+
+    def handle_parser_exception(self) -> None:
+        """Send the close frame, then read and drop what the client still sends until it closes.
+
+        A connection that is closed with bytes unread is reset, and a client that is reset may never see the close code.
+        """
+        assert self.conn.close_sent is not None
+        code, reason = self.conn.close_sent.code, self.conn.close_sent.reason
+        self.queue.put_nowait({"type": "websocket.disconnect", "code": code, "reason": reason})
+        self.transport.write(b"".join(self.conn.data_to_send()))
+        self.transport.write_eof()  # a client waits for the server to close, and this tells it to do so
+        self.close_sent = self._discards = True
+        self.read_paused = False
+        self.transport.resume_reading()
+        if self.close_timer is None:
+            self.close_timer = self.loop.call_later(self._discard_timeout_s, self.transport.close)
 
     def pause_writing(self) -> None:
         """Read nothing more from a client that does not read: every ping of it has an answer."""
