@@ -1,5 +1,6 @@
 """Model cards: names, properties and source of a model; the built-in ones, and those made from a checkpoint."""
 
+import hashlib
 import re
 import tomllib
 import uuid
@@ -148,6 +149,11 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def uuid(self) -> str:
         return stable_uuid("model", self.id)
+
+    @property
+    def digest(self) -> str:
+        """Digest of the id and the weights, as Ollama's API lists it."""
+        return hashlib.sha256(f"{self.id}\0{self.fingerprint}".encode()).hexdigest()
 
     def is_seen_by(self, account: str | None) -> bool:
         """True if the account may know of the model. `account` None: the operator, who sees all."""

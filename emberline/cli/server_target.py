@@ -5,13 +5,14 @@ import contextlib
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from emberline import log as logs
-from emberline.catalog.model_card import built_in
-from emberline.catalog.model_store import ModelEntry, ModelStore
+from emberline.catalog.model_card import built_in, describe_path
+from emberline.catalog.model_store import ModelEntry, ModelStore, looks_like_path
 from emberline.cli import http_client as client
 from emberline.cli.terminal import transient_line
 from emberline.config import Config
@@ -48,6 +49,8 @@ def served_id(config: Config, model: str | None, served: Mapping[str, str], *, r
     """The id of the model on the server, as `server` finds it. Returns None if a server has to be started for it."""
     names = (model.lower(), _model_id(model, config).lower()) if model else tuple(served)[:1]
     wanted = next((served[name] for name in names if name in served), None)
+    if wanted is None and model and served:
+        wanted = _id_of_path(model, config)
     if wanted is None and required:
         others = ", ".join(dict.fromkeys(served.values()))
         url = ServerAddress.for_client(config).url
@@ -60,6 +63,17 @@ def _model_id(name: str, config: Config) -> str:
     entry = ModelStore(config.home).find(name)
     card = entry.card if entry else built_in(name)
     return card.id if card else name
+
+
+def _id_of_path(name: str, config: Config) -> str | None:
+    """The id of the model at a path of this machine, if the server has the same files under that id."""
+    store = ModelStore(config.home)
+    if store.offer(name) is not None or not looks_like_path(name):
+        return None
+    path = Path(name).expanduser().absolute()
+    card = next((entry.card for entry in store.entries() if entry.path == path), None) or describe_path(path)
+    rows = client.get(ServerAddress.for_client(config), "/api/tags")["models"]
+    return next((card.id for row in rows if row["digest"] == card.digest), None)
 
 
 @contextlib.contextmanager

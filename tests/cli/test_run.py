@@ -8,11 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from emberline.catalog.model_card import describe_path
 from emberline.cli.run import split_words
 from emberline.protocol.errors import BadInput
 from tests.cli.console import Terminal, emberline
 from tests.cli.fake_server import MODEL, FakeServer
 from tests.images.files import encoded, picture
+
+SEEING = Path(__file__).parents[1] / "models" / "seeing"
 
 
 def test_prompt_from_arguments(tmp_path: Path, fake_server: FakeServer) -> None:
@@ -124,6 +127,26 @@ def test_one_unknown_word_is_not_a_prompt() -> None:
 def test_an_unknown_model_before_a_prompt_is_refused(first: str) -> None:
     with pytest.raises(BadInput, match=f'there is no model {first!r}.* "{first} hi there"'):
         split_words([first, "hi", "there"], [*NAMES, "qwen2.5", "llama-3.1-8b"])
+
+
+def test_the_path_of_a_model_that_the_server_has(
+    tmp_path: Path, fake_server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(SEEING.parent)
+    card = describe_path(SEEING)
+    fake_server.answers["/v1/models"] = {"data": [{"id": card.id, "aliases": ["seeing"]}]}
+    fake_server.answers["/api/tags"] = {"models": [{"name": card.id, "digest": card.digest}]}
+    here = ("run", "--port", fake_server.port)
+    for path in ("./seeing", "seeing/", str(SEEING)):
+        done = emberline(*here, path, "hi there", home=tmp_path)
+        assert (done.returncode, done.stdout) == (0, "Hello!\n"), done.stderr
+    assert emberline("pull", str(SEEING), home=tmp_path).returncode == 0
+    assert emberline(*here, "./seeing", "hi there", home=tmp_path).stdout == "Hello!\n"
+    assert {chat["model"] for chat in fake_server.chats} == {card.id}
+    fake_server.answers["/api/tags"] = {"models": [{"name": card.id, "digest": "of another folder of that name"}]}
+    done = emberline(*here, "./seeing", "hi there", home=tmp_path)
+    assert (done.returncode, len(fake_server.chats)) == (1, 4)
+    assert "has no model ./seeing" in done.stderr
 
 
 def test_a_model_that_can_be_pulled_is_a_model(tmp_path: Path, fake_server: FakeServer) -> None:

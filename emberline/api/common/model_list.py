@@ -3,7 +3,6 @@
 import re
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from hashlib import sha256
 from typing import Any
 
 import msgspec
@@ -152,7 +151,7 @@ def ollama_model(card: ModelCard, name: str = "") -> dict[str, Any]:
         "model": name or card.id,
         "modified_at": _rfc3339(card),
         "size": card.weight_bytes,
-        "digest": sha256(f"{card.id}\0{card.fingerprint}".encode()).hexdigest(),
+        "digest": card.digest,
         "details": ollama_details(card),
     }
 
