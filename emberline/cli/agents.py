@@ -20,6 +20,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     context_window: int  # tokens
     key: str = "none"  # on loopback any key is accepted
+    sees: bool = False  # True if the model takes images
 
     @property
     def max_output_tokens(self) -> int:
@@ -74,6 +75,9 @@ def _codex(to: Endpoint) -> Settings:
 
 def _opencode(to: Endpoint) -> Settings:
     limit = {"context": to.context_window, "output": to.max_output_tokens}
+    model: dict[str, object] = {"name": to.model, "tool_call": True, "limit": limit}
+    if to.sees:  # opencode strips images from requests to a model that does not say so
+        model["modalities"] = {"input": ["text", "image"], "output": ["text"]}
     config = {
         "model": f"emberline/{to.model}",
         "small_model": f"emberline/{to.model}",
@@ -82,7 +86,7 @@ def _opencode(to: Endpoint) -> Settings:
                 "npm": "@ai-sdk/openai-compatible",
                 "name": "Emberline",
                 "options": {"baseURL": f"{to.url}/v1", "apiKey": to.key},
-                "models": {to.model: {"name": to.model, "tool_call": True, "limit": limit}},
+                "models": {to.model: model},
             }
         },
     }

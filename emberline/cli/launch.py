@@ -44,8 +44,9 @@ def run(args: argparse.Namespace) -> int:
     model = args.model or _tool_model(rows, store)
     served = client.served_models(address) if rows else {}
     if args.print:
-        served_id(config, model, served, required=required)
-        print(shell_commands(agent, _endpoint(address, model, rows, config), args.arguments))
+        found_id = served_id(config, model, served, required=required)
+        name = model if model.lower() in served else found_id or model
+        print(shell_commands(agent, _endpoint(address, name, rows, config), args.arguments))
         return 0
     with server(config, model, served, required=required) as (found, model_id):
         name = model if model.lower() in client.served_models(found) else model_id
@@ -85,8 +86,12 @@ def _endpoint(address: ServerAddress, model: str, rows: Sequence[dict[str, Any]]
         )
     names = (model.lower(), *(alias.lower() for row in rows for alias in row["aliases"] if row["id"] == model))
     row = next((row for row in rows if row["id"].lower() in names or model.lower() in row["aliases"]), None)
-    context = row["context_window"] if row else known_model(ModelStore(config.home), model)[0].context_window
-    return Endpoint(url=address.url, model=model, context_window=context, key=address.key or "none")
+    if row:
+        context, sees = row["context_window"], row["capabilities"].get("vision", False)
+    else:
+        card = known_model(ModelStore(config.home), model)[0]
+        context, sees = card.context_window, card.capabilities.vision
+    return Endpoint(url=address.url, model=model, context_window=context, key=address.key or "none", sees=sees)
 
 
 def _run(command: list[str], variables: dict[str, str]) -> int:

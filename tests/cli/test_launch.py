@@ -6,9 +6,11 @@ import shlex
 import stat
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from emberline.catalog.model_card import describe_path
 from emberline.cli.agents import AGENTS, Endpoint
 from emberline.cli.launch import shell_commands
 from tests.cli.console import emberline
@@ -18,17 +20,18 @@ TO = Endpoint(url="http://127.0.0.1:8686", model="qwen3:8b", context_window=40_9
 LISTED = [
     ("@cf/test/talks", ["talks"], {}, "loaded"),
     ("@cf/test/disk", ["disk"], {"function_calling": True}, "on_disk"),
+    ("@cf/test/sees", ["sees"], {"vision": True}, "loaded"),
     ("@cf/test/calls", ["calls"], {"function_calling": True}, "loaded"),
 ]
 
 
 def models(server: FakeServer) -> None:
-    server.answers["/v1/models"] = {
-        "data": [
-            {"id": id_, "root": id_, "aliases": names, "capabilities": can, "state": state, "context_window": 32_768}
-            for id_, names, can, state in LISTED
-        ]
-    }
+    server.answers["/v1/models"] = {"data": [row(*each) for each in LISTED]}
+
+
+def row(model_id: str, names: list[str], can: dict[str, bool], state: str) -> dict[str, Any]:
+    known = {"id": model_id, "root": model_id, "aliases": names, "context_window": 32_768}
+    return known | {"capabilities": can, "state": state}
 
 
 def program(folder: Path, name: str) -> Path:
@@ -66,6 +69,25 @@ def test_printed_commands_are_for_a_shell() -> None:
     assert word == "export"
     assert config["provider"]["emberline"]["models"][TO.model]["limit"] == {"context": 40_960, "output": 8192}
     assert shlex.split(command) == ["opencode", "run", "say it's done"]
+
+
+def test_opencode_is_told_which_model_sees(fake_server: FakeServer, tmp_path: Path) -> None:
+    models(fake_server)
+    path = str(Path(__file__).parents[1] / "models" / "seeing")
+    card = describe_path(Path(path))
+    fake_server.answers["/v1/models"]["data"].append(row(card.id, [], {"vision": True}, "loaded"))
+    fake_server.answers["/api/tags"] = {"models": [{"digest": card.digest}]}
+    for given, port, name, sees in (
+        ("sees", fake_server.port, "sees", True),
+        ("talks", fake_server.port, "talks", False),
+        (path, fake_server.port, card.id, True),
+        (path, "1", path, True),  # no server runs: the model's own card tells
+    ):
+        done = emberline("launch", "opencode", "--print", "--model", given, home=tmp_path, EMBERLINE_PORT=port)
+        (export, _) = done.stdout.splitlines()
+        config = json.loads(shlex.split(export)[1].removeprefix("OPENCODE_CONFIG_CONTENT="))
+        modalities = config["provider"]["emberline"]["models"][name].get("modalities")
+        assert modalities == ({"input": ["text", "image"], "output": ["text"]} if sees else None), name
 
 
 def test_a_loaded_model_that_calls_tools_is_chosen(fake_server: FakeServer, tmp_path: Path) -> None:
