@@ -56,9 +56,11 @@ def pull(
     if looks_like_path(name):
         return _link(Path(name).expanduser().absolute(), store)
     known = [*dict.fromkeys(names(store))]
-    near = difflib.get_close_matches(name.lower(), known, n=3) or [card.aliases[0] for card in BUILT_IN]
+    near = difflib.get_close_matches(name.lower(), known, n=3)
+    built_ins = ", ".join(card.aliases[0] for card in BUILT_IN)
+    hint = f"did you mean {', '.join(near)}?" if near else f"Emberline comes with {built_ins};"
     raise ModelNotFound(
-        f"no model is called {name!r}; did you mean {', '.join(near)}? `emberline ls --all` lists all;"
+        f"no model is called {name!r}; {hint} `emberline ls --all` lists all;"
         " hf:org/repo and the path of a GGUF file or folder are names too"
     )
 

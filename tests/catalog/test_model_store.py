@@ -105,8 +105,10 @@ def test_an_unpulled_model_names_the_pull_command(store: ModelStore, name: str, 
         store.resolve(name)
 
 
-def test_pulling_an_unknown_name_lists_the_known(store: ModelStore) -> None:
-    with pytest.raises(ModelNotFound, match="smollm2"):
+def test_pulling_an_unknown_name_suggests_near_ones_or_lists_the_built_in(store: ModelStore) -> None:
+    with pytest.raises(ModelNotFound, match=r"'smolm2'; did you mean smollm2.*\?"):
+        pull("smolm2", store)
+    with pytest.raises(ModelNotFound, match=r"'no-such-model'; Emberline comes with smollm2, [^?]*; `emberline ls"):
         pull("no-such-model", store)
 
 
