@@ -9,6 +9,8 @@ emberline price rm MODEL
 import argparse
 from typing import Any
 
+from emberline.accounts.prices import ACCOUNTS_MODELS
+from emberline.catalog.model_card import OF_ACCOUNTS
 from emberline.cli import common
 from emberline.cli.admin_client import AdminApi
 from emberline.protocol.price import UNITS
@@ -52,6 +54,8 @@ def run(args: argparse.Namespace) -> int:
         common.print_json(answer)
         return 0
     versions = answer.get("data", [answer])
+    if args.action == "rm" and _is_defaulted(answer["model"]):  # the default price, if there is one, is valid now
+        versions += [each for each in api.get("/api/prices")["data"] if each["model"] == ACCOUNTS_MODELS]
     if not versions:
         print("No model has a price: requests are recorded without a cost. `emberline price set` sets one.")
         return 0
@@ -66,11 +70,17 @@ def _body(args: argparse.Namespace) -> dict[str, Any]:
     return {"model": args.model, **{name: value for name, value in given.items() if value is not None}}
 
 
+def _is_defaulted(model: str) -> bool:
+    """True if the default price of accounts' models is valid for the model where it has none of its own."""
+    return model.startswith(OF_ACCOUNTS) and model != ACCOUNTS_MODELS
+
+
 def _row(version: dict[str, Any]) -> tuple[str, ...]:
     price = version["price"]
     head = (version["model"], str(version["version"]), version["valid_from"])
     if price is None:
-        return *head, "no price", "", "", "", version["source"]
+        shown = "none of its own" if _is_defaulted(version["model"]) else "no price"
+        return *head, shown, "", "", "", version["source"]
     tokens = [str(price.pop(name, "–")) for name in ("input", "cached_input", "output")]
     other = ", ".join(
         f"{name} {value}%" if name in ("flex", "batch", "priority") else f"{name.replace('_', ' ')} {value}"

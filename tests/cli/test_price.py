@@ -33,6 +33,15 @@ def test_prices(emberline: Run) -> None:  # noqa: F811
     table = emberline("price", "history", "@cf/moonshotai/kimi-k2.5")[1]
     assert "no price" in table
     assert "batch 50%" in table
+    assert emberline("price", "set", "@accounts/acme/m", "--input", "1")[0] == 0
+    assert "none of its own" in emberline("price", "rm", "@accounts/acme/m")[1]
+    assert emberline("price", "set", "@accounts/*", "--second", "0.5")[0] == 0
+    _, own, default = emberline("price", "rm", "@accounts/acme/m")[1].splitlines()
+    assert own.split()[0] == "@accounts/acme/m"
+    assert default.split()[0] == "@accounts/*"
+    assert "second 0.5" in default
+    (_, last) = emberline("price", "rm", "@accounts/*")[1].splitlines()
+    assert "no price" in last
     status, _, error = emberline("price", "set", "m", "--input", "cheap")
     assert (status, "`input`" in error) == (1, True)
 
