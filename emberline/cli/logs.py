@@ -135,7 +135,7 @@ def _print_predictor_log(config: Config, args: argparse.Namespace) -> int:
     """Print the end of a predictor's log, of this machine or of a server. Raises BadInput for flags that it cannot
     honour."""
     _check_flags(args)
-    n_lines = args.lines or N_LINES
+    n_lines = N_LINES if args.lines is None else max(0, args.lines)
     for line in _remote_lines(config, args, n_lines) if args.remote else _local_lines(config.home, args, n_lines):
         print("".join(each if each.isprintable() or each == "\t" else "\N{REPLACEMENT CHARACTER}" for each in line))
     return 0
@@ -156,9 +156,9 @@ def _check_flags(args: argparse.Namespace) -> None:
 
 def _remote_lines(config: Config, args: argparse.Namespace, n_lines: int) -> list[str]:
     version = {} if args.version is None else {"version": args.version}
-    query = urlencode({"model": args.model, "lines": n_lines, **version})
+    query = urlencode({"model": args.model, "lines": max(1, n_lines), **version})  # the server refuses 0
     lines: list[str] = client.get(ServerAddress.for_client(config), f"/api/models/logs?{query}")["data"]
-    return lines
+    return lines[:n_lines]
 
 
 def _local_lines(home: Path, args: argparse.Namespace, n_lines: int) -> list[str]:

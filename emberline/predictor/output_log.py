@@ -138,7 +138,8 @@ def last_lines(path: Path, n_lines: int, max_bytes: int = END_BYTES) -> list[str
             n_bytes = min(file.seek(0, os.SEEK_END), max_bytes - len(end))
             file.seek(-n_bytes, os.SEEK_END)
             end = file.read(n_bytes) + end
-    return end.decode("utf-8", "replace").splitlines()[-n_lines:]
+    lines = end.decode("utf-8", "replace").splitlines()
+    return lines[max(0, len(lines) - n_lines) :]
 
 
 def spellings(secrets: Iterable[str]) -> list[str]:

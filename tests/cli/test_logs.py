@@ -17,6 +17,8 @@ from emberline.cli.log_file import LogFile, follow, lines_backward, log_path, ol
 from emberline.cli.main import main
 from emberline.predictor.environments import Environment
 from emberline.predictor.versions import PredictorVersions, PushSettings
+from tests.cli.console import emberline
+from tests.cli.fake_server import FakeServer
 from tests.predictor.conftest import write_project
 
 
@@ -172,6 +174,7 @@ def test_the_log_of_a_pushed_model_is_that_of_its_served_version(
         (["thing"], "early\nevil \N{REPLACEMENT CHARACTER}[2J\nof 1\n"),
         (["@me/thing", "-n", "1"], "of 1\n"),
         (["thing", "--version", "2", "-n", "1"], "of 2\n"),
+        (["thing", "-n", "0"], ""),
     ):
         assert main(["logs", "--model", *words]) == 0
         assert capsys.readouterr().out == shown
@@ -188,3 +191,11 @@ def test_the_log_of_a_pushed_model_is_that_of_its_served_version(
     ):
         assert main(["logs", *words]) == 1
         assert problem in capsys.readouterr().err
+
+
+def test_no_lines_of_a_log_on_a_server_are_none(fake_server: FakeServer, tmp_path: Path) -> None:
+    fake_server.answers["/api/models/logs"] = {"data": ["last"]}  # the server gives at least one
+    for n_lines, shown in (("0", ""), ("1", "last\n")):
+        words = ("--remote", "--port", fake_server.port, "-n", n_lines)
+        done = emberline("logs", "--model", "thing", *words, home=tmp_path)
+        assert (done.returncode, done.stdout) == (0, shown), done.stderr
