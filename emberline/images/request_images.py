@@ -18,7 +18,7 @@ from emberline.images.decode_job import DecodedImage, DecodeJob
 from emberline.images.decoders import ImageDecoders
 from emberline.images.sources import ImageLimits, ImageSources, data_url
 from emberline.protocol.errors import BadInput, EmberlineError, TooLarge
-from emberline.protocol.images import DIGEST_BYTES, MAX_PIXEL_BYTES, ImagePlan, ImageProcessor, image_digest
+from emberline.protocol.images import DIGEST_BYTES, MAX_PIXEL_BYTES, ImageLink, ImagePlan, ImageProcessor, image_digest
 from emberline.protocol.request import ContentPart, GenerateRequest, Message, PreparedImage, Principal
 from emberline.protocol.sizes import format_limit
 
@@ -41,11 +41,9 @@ class Place(NamedTuple):
     def field(self) -> str:
         return f"messages[{self.message}].content[{self.part}]"
 
-    def named(self, error: EmberlineError) -> EmberlineError:
-        """The error of this image, which its message and its field name."""
-        error.message = f"image {self.number} of the request (`{self.field}`) cannot be used: {error.message}"
-        error.param = self.field
-        return error
+    def link(self, url: str) -> ImageLink:
+        """The image with its URL."""
+        return ImageLink(self.number, self.field, url)
 
 
 class ModelImages(NamedTuple):
@@ -128,19 +126,28 @@ class RequestImages:
             for place, part in self._places(request)
             if self.sources.needs_io(part.value) and not (fetches_itself and part.value.startswith("http"))
         ]
-        budget = _Budget(self.sources.limits)
-        found = await _all([self._url(place, part, account, budget) for place, part in places])
+        found = await self.data_urls([place.link(part.value) for place, part in places], account)
         changed = {
             place: msgspec.structs.replace(part, value=url) for (place, part), url in zip(places, found, strict=True)
         }
         return _with_images(request, changed) if changed else request
 
+    async def data_urls(self, links: Sequence[ImageLink], account: str) -> list[str]:
+        """Read the files of images, which become data: URLs in the same order."""
+        self._check_number([link.field for link in links])
+        budget = _Budget(self.sources.limits)
+        return await _all([self._url(link, account, budget) for link in links])
+
     def _places(self, request: GenerateRequest) -> list[tuple[Place, ContentPart]]:
-        places, most = list(image_places(request.messages)), self.sources.limits.n_images
-        if len(places) > most:
-            message = f"the request has {len(places)} images, and at most {most} are taken: leave older ones out"
-            raise TooLarge(message, param=places[most][0].field)
+        places = list(image_places(request.messages))
+        self._check_number([place.field for place, _ in places])
         return places
+
+    def _check_number(self, fields: Sequence[str]) -> None:
+        """Refuse a request with too many images, which `fields` name."""
+        if len(fields) > (most := self.sources.limits.n_images):
+            message = f"the request has {len(fields)} images, and at most {most} are taken: leave older ones out"
+            raise TooLarge(message, param=fields[most])
 
     @asynccontextmanager
     async def _turn(self, account: str) -> AsyncIterator[None]:
@@ -149,14 +156,14 @@ class RequestImages:
         async with own, self._reading:
             yield
 
-    async def _url(self, place: Place, part: ContentPart, account: str, budget: "_Budget") -> str:
+    async def _url(self, link: ImageLink, account: str, budget: "_Budget") -> str:
         try:
             async with self._turn(account):
-                data = await self.sources.read(part.value, account)
+                data = await self.sources.read(link.url, account)
                 budget.take_bytes(len(data))
             return await self._off_loop(len(data), lambda: data_url(data))
         except EmberlineError as error:
-            raise place.named(error) from None
+            raise link.named(error) from None
 
     async def _one(
         self,
@@ -176,7 +183,7 @@ class RequestImages:
             data = await self._off_loop(len(url), lambda: sources.decode(url))
             return await self._decoded(data, part.detail, principal, processor, budget)
         except EmberlineError as error:
-            raise place.named(error) from None
+            raise place.link(url).named(error) from None
 
     async def _decoded(
         self, data: bytes, detail: str, principal: Principal, processor: ImageProcessor, budget: "_Budget"

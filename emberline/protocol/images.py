@@ -8,11 +8,11 @@ beside the decoder (`text.image_pixels`), and normalized and cut into patches by
 import math
 from collections.abc import Sequence
 from hashlib import blake2b
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
-from emberline.protocol.errors import BadInput
+from emberline.protocol.errors import BadInput, EmberlineError
 from emberline.protocol.token_ids import unpack
 
 MAX_PIXEL_BYTES = 192 << 20  # of the images of one request, resized
@@ -21,6 +21,20 @@ DIGEST_BYTES = 16
 
 Size = tuple[int, int]  # width, height in pixels
 Family = Literal["idefics3", "kimi_k25", "siglip", "pixtral", "qwen3_vl"]
+
+
+class ImageLink(NamedTuple):
+    """An image of a request, which the request names by a URL or as a file of its account."""
+
+    number: int  # among all images of the request, from 1
+    field: str  # names the image
+    url: str
+
+    def named(self, error: EmberlineError) -> EmberlineError:
+        """Add the image to the error's message, and make its field the error's."""
+        error.message = f"image {self.number} of the request (`{self.field}`) cannot be used: {error.message}"
+        error.param = self.field
+        return error
 
 
 class Tile(msgspec.Struct, frozen=True, array_like=True):

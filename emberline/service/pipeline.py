@@ -13,7 +13,7 @@ import msgspec
 from emberline.catalog.model_card import ModelCard
 from emberline.images.request_images import RequestImages
 from emberline.protocol.complete_response import Encoded
-from emberline.protocol.errors import BadInput, EmberlineError, Unavailable
+from emberline.protocol.errors import BadInput, EmberlineError, Unavailable, Unsupported
 from emberline.protocol.events import Completed, Cost, TextEvent
 from emberline.protocol.request import GenerateRequest, PredictRequest, Principal, alias_caller
 from emberline.service import tokenization
@@ -32,6 +32,7 @@ from emberline.upstream.dialects.dialect import MESSAGES
 from emberline.upstream.models import UpstreamModels
 from emberline.upstream.target import Target
 from emberline.upstream.transport import UpstreamTransport
+from emberline.upstream.upstream_request import LinkedImages, UpstreamRequest
 
 _ANY_VOCABULARY = 1 << 31  # upstream servers check token ids themselves
 
@@ -211,6 +212,8 @@ class Pipeline:
             sent = task.make(target, task.id)
             if sent.task is not None:
                 sent.task = await self._inlined(sent.task, target, work.principal)
+            if sent.linked is not None:
+                await self._put_images(sent, sent.linked, work.principal)
             if task.canonical is not None and target.card.id in self._upstream.texts:
                 with suppress(EmberlineError):  # not all that its server takes can be rendered here
                     sent.route = await self._upstream.with_token_keys(sent.route, task.canonical(), target)
@@ -237,6 +240,16 @@ class Pipeline:
         if self._images is None or not any(message.parts for message in request.messages or ()):
             return request
         return await self._images.inline(request, principal.account, fetches_itself=target.fetches_images)
+
+    async def _put_images(self, sent: UpstreamRequest, linked: LinkedImages, principal: Principal) -> None:
+        """Put the images that the client has named into a relayed body."""
+        if self._images is None:
+            first = linked.links[0]
+            raise first.named(Unsupported("this server reads no images: send it as a data: URL"))
+        urls = await self._images.data_urls(linked.links, principal.account)
+        linked.put(sent.fields, urls)
+        most = sent.route.max_input_tokens + sum(map(len, urls))
+        sent.route = msgspec.structs.replace(sent.route, max_input_tokens=most)
 
 
 async def _tapped(taps: Sequence[Tap], event: TextEvent) -> Sequence[TextEvent]:

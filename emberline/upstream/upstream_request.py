@@ -1,6 +1,6 @@
 """Requests to upstream servers, and the canonical request as the body of a chat or text completion."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
@@ -9,12 +9,22 @@ import msgspec
 
 from emberline.protocol import token_ids as tokens
 from emberline.protocol.errors import Unsupported
+from emberline.protocol.images import ImageLink
 from emberline.protocol.request import ContentPart, GenerateRequest, Message, SamplingParams, Speculation, Tool
 from emberline.protocol.route_request import RouteRequest
 from emberline.upstream.dialects.dialect import BYTES_PER_TOKEN, split_data_url
 
 if TYPE_CHECKING:
     from emberline.upstream.providers.access import Access
+
+
+@dataclass(frozen=True, slots=True)
+class LinkedImages:
+    """Images of a relayed body that the core reads, so that the body's server gets the images themselves."""
+
+    links: Sequence[ImageLink]
+    # Puts the images into the body's fields, as data: URLs in the order of the links.
+    put: Callable[[dict[str, Any], Sequence[str]], None]
 
 
 @dataclass(slots=True)
@@ -28,6 +38,7 @@ class UpstreamRequest:
     access: "Access | None" = None  # to the provider that serves it
     headers: str = ""  # for it: whole lines, each with its end; empty: its API's usual ones
     task: GenerateRequest | None = None  # for a provider whose dialect writes it; then `fields` has only the model
+    linked: LinkedImages | None = None  # to be put into `fields` before they are sent
     as_events: bool = False  # with `task`: the caller takes events, not OpenAI's lines
 
 

@@ -5,7 +5,7 @@ template or a place in the server's cache.
 """
 
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import cache, partial
 from typing import Annotated, Any, Literal
 
@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Meta, Raw
 
 from emberline.api.common.chat_fields import Effort, TemplateKwargs, continues_final
+from emberline.api.common.linked_images import LinkedImage, linked_images
 from emberline.api.common.sampling_fields import (
     PRIORITY,
     ModelName,
@@ -32,15 +33,17 @@ from emberline.api.openai.chat import AnyChatRequest, ChatRequest
 from emberline.api.openai.chunk_stream import StreamOptions, UsageOptions, check_options
 from emberline.api.openai.completions import CompletionRequest
 from emberline.protocol.errors import BadInput, EmberlineError, Unsupported
+from emberline.protocol.images import ImageLink
 from emberline.protocol.request import GenerateRequest, Priority
 from emberline.protocol.route_request import RouteTerms
 from emberline.service.work import RelayRequest
 from emberline.upstream.dialects.dialect import CHAT, COMPLETIONS, refuse_others
 from emberline.upstream.target import TRANSLATED, Target
-from emberline.upstream.upstream_request import UpstreamRequest, check_known, continuation_fields
+from emberline.upstream.upstream_request import LinkedImages, UpstreamRequest, check_known, continuation_fields
 
 ABSENT = Raw()
-_TEXT_PARTS = frozenset({"text", "refusal"})
+_KNOWN_PARTS = frozenset({"text", "refusal", "input_audio"})
+_REMOTE = ("https://", "http://")
 _MAX_PROMPTS = 128
 _NOT_FORWARDED = frozenset(
     {
@@ -83,8 +86,8 @@ class PassthroughBody(SamplingFields, kw_only=True):
     def n_prompts(self) -> int:
         return 1
 
-    def check(self, fetches: bool = False) -> int:
-        """The number of images. `fetches`: the server may fetch what a client names, since it is a provider's."""
+    def check(self, any_part: bool) -> Sequence[LinkedImage]:
+        """Check what the server could be made to fetch. Returns all images. `any_part`: parts of other types pass."""
         raise NotImplementedError
 
     def upstream_fields(self, kind: str, sent: Iterable[str]) -> dict[str, Any]:
@@ -141,9 +144,7 @@ class PassthroughChat(PassthroughBody, kw_only=True):
         continues = continues_final(self.continue_final_message, self.add_generation_prompt)
         return fields | (continuation_fields(kind) if continues else {})
 
-    def check(self, fetches: bool = False) -> int:
-        """The number of images. Media that would have to be fetched are refused: a server must not fetch what a client
-        names, unless it is a provider's, who `fetches` from a network that is not ours."""
+    def check(self, any_part: bool) -> Sequence[LinkedImage]:
         try:
             messages = _messages.decode(self.messages)
         except msgspec.ValidationError as error:
@@ -151,12 +152,16 @@ class PassthroughChat(PassthroughBody, kw_only=True):
             raise BadInput(text, param=field) from None
         if not messages:
             raise BadInput("`messages` is empty; send at least one message", param="messages")
-        n_images = 0
+        images: list[LinkedImage] = []
         for number, message in enumerate(messages):
-            for part in message.content if isinstance(message.content, list) else ():
-                _check_part(part, f"messages[{number}].content", fetches)
-                n_images += part.type == "image_url"
-        return n_images
+            if isinstance(message.content, list):
+                for index, part in enumerate(message.content):
+                    if part.type == "image_url":
+                        images.append(_image(part, number, index, len(images) + 1))
+                    elif not any_part and part.type not in _KNOWN_PARTS:
+                        problem = f"a part of type {part.type[:64]!r} cannot be sent to this model's server"
+                        raise BadInput(problem, param=f"messages[{number}].content")
+        return images
 
 
 class PassthroughCompletion(PassthroughBody, kw_only=True):
@@ -177,10 +182,10 @@ class PassthroughCompletion(PassthroughBody, kw_only=True):
         prompt = self.prompt
         return 1 if isinstance(prompt, str) or isinstance(prompt[0], int) else len(prompt)
 
-    def check(self, fetches: bool = False) -> int:
+    def check(self, any_part: bool) -> Sequence[LinkedImage]:
         if self.n_prompts > _MAX_PROMPTS:
             raise BadInput(f"`prompt` may have {_MAX_PROMPTS} entries, not {self.n_prompts}", param="prompt")
-        return 0
+        return ()
 
 
 class _Url(msgspec.Struct):
@@ -199,16 +204,22 @@ class _Message(msgspec.Struct):
 _messages = msgspec.json.Decoder(list[_Message])
 
 
-def _check_part(part: _Part, where: str, fetches: bool) -> None:
-    if part.type in _TEXT_PARTS or part.type == "input_audio" or (fetches and part.type != "image_url"):
-        return
-    if part.type != "image_url":
-        raise BadInput(f"a part of type {part.type[:64]!r} cannot be sent to this model's server", param=where)
-    url = part.image_url.url if isinstance(part.image_url, _Url) else part.image_url
-    if fetches and url is not None and url.startswith(("https://", "http://")):
-        return
-    if url is None or not url.startswith("data:image/"):
-        raise BadInput("images must come inside the request, as data:image/…;base64,… URLs", param=where)
+def _image(part: _Part, message: int, index: int, number: int) -> LinkedImage:
+    """Find the URL of an image. Raises BadInput for a URL that is neither data: nor http(s)."""
+    given, keys = part.image_url, ("content", index, "image_url")
+    url = given.url if isinstance(given, _Url) else given
+    found = ImageLink(number, f"messages[{message}].content[{index}]", url or "")
+    if not found.url[:12].lower().startswith((*_REMOTE, "data:image/")):
+        raise found.named(BadInput("it must be an https:// URL, or the image itself as data:image/…;base64,…"))
+    return LinkedImage(found, message, (*keys, "url") if isinstance(given, _Url) else keys)
+
+
+def _linked(images: Sequence[LinkedImage], target: Target) -> LinkedImages | None:
+    """The images that the core fetches. A server in the operator's network must not fetch what a client names; a
+    provider may, from a network that is not ours."""
+    if target.takes_any_field:
+        return None
+    return linked_images([image for image in images if image.link.url[:8].lower().startswith(_REMOTE)], str)
 
 
 # Fields of a chat that the canonical request has, or refuses; dialects refuse those that their providers lack.
@@ -273,7 +284,8 @@ def _upstream_request(
     upstream = call.service.models.upstream
     if body.speculation is not None:
         check_known("speculation", target.kind)
-    n_images = body.check(fetches=target.takes_any_field)
+    images = body.check(any_part=target.takes_any_field)
+    linked: LinkedImages | None = None
     task: GenerateRequest | None = None
     fields: dict[str, Any] = {}
     if target.kind in TRANSLATED and path == CHAT:
@@ -283,6 +295,7 @@ def _upstream_request(
         fields = _all_fields(wire) if target.takes_any_field else body.upstream_fields(target.kind, wire.fields)
         if not target.takes_any_field:
             wire.ignore_all_but(type(body))
+        linked = _linked(images, target) if images else None
     fields["model"] = target.remote
     if call.principal.salt:
         fields |= upstream.cache_salt(target, call.principal)
@@ -297,7 +310,7 @@ def _upstream_request(
     )
     max_tokens = body.max_completion_tokens or body.max_tokens or 0
     route = upstream.route_request(
-        terms, target, call.principal, body.prompt_bytes, max_tokens, body_bytes=len(wire.raw), images=n_images
+        terms, target, call.principal, body.prompt_bytes, max_tokens, body_bytes=len(wire.raw), images=len(images)
     )
     call.wants_cost = call.wants_cost or bool(body.usage and body.usage.include)
     asks_usage = call.wants_cost or (body.stream_options is not None and body.stream_options.include_usage)
@@ -311,6 +324,7 @@ def _upstream_request(
         adds_cost=call.wants_cost,
         access=target.access,
         task=task,
+        linked=linked,
     )
 
 

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import re
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from emberline.supervisor.sandbox.confinement import Confinement
 from emberline.supervisor.sandbox.launcher import Launcher
 from tests.images.files import encoded, picture
 from tests.net.test_http_fetch import body, site
-from tests.upstream.providers.conftest import Opener, StartProvider, configured
+from tests.upstream.providers.conftest import SAYS, Opener, StartProvider, configured
 
 FILE = encoded(picture(6, 4))
 PNG = base64.b64encode(FILE).decode()
@@ -111,3 +112,52 @@ async def test_a_url_is_the_providers_to_fetch_or_ours(
         assert len(found.heads) == (kind == "gemini")
         assert (found.url() in json.dumps(server.requests[-1])) == (kind != "gemini")
         assert images_in(server.requests[-1]) == ([PNG] if kind == "gemini" else [])
+
+
+CHATS = ("/v1/chat/completions", "/v1/local/default/compat/chat/completions")
+
+
+@pytest.mark.parametrize("kind", ["openai", "gemini"])
+async def test_a_server_at_a_url_of_ones_own_gets_the_image_and_no_url(
+    gateway: Opener, provider_server: StartProvider, images: RequestImages, kind: str
+) -> None:
+    server = await provider_server(kind, text="A picture.")
+    made = await gateway(configured(kind, server), images=images, with_gateways=True)
+    async with site(body(FILE)) as found:
+        for path, url in zip(CHATS, ({"url": found.url(), "detail": "low"}, "HTTP" + found.url()[4:]), strict=True):
+            pictures = [{"type": "image_url", "image_url": given} for given in ({"url": URL}, url)]
+            content = [{"type": "text", "text": TEXT}, *pictures]
+            turns = [{"role": "user", "content": content}, *SAYS]
+            answer = await made.post(path, {"model": MODELS[kind], "messages": turns})
+            assert answer.status_code == 200, answer.text
+            sent = json.dumps(server.requests[-1])
+            assert (images_in(sent), str(found.port) in sent) == ([PNG, PNG], False)
+            if kind == "openai":
+                inlined = {"url": URL, "detail": "low"} if isinstance(url, dict) else URL
+                content[2] = {"type": "image_url", "image_url": inlined}
+                assert server.requests[-1]["messages"] == turns
+        assert len(found.heads) == 2
+
+
+async def test_a_url_that_may_not_be_fetched_is_refused_with_its_image(
+    gateway: Opener, provider_server: StartProvider, images: RequestImages
+) -> None:
+    server = await provider_server("openai")
+    made = await gateway(configured("openai", server), images=images, with_gateways=True)
+    named = "image 2 of the request (`messages[0].content[2]`) cannot be used: "
+    for url, reason in (
+        ("https://10.0.0.1/a.png", "10.0.0.1"),
+        ("http://169.254.169.254/latest", "169.254.169.254"),
+        ("file:///etc/passwd", "https:// URL"),
+        ("file-id:file-0123", "https:// URL"),
+    ):
+        pictures = [{"type": "image_url", "image_url": {"url": given}} for given in (URL, url)]
+        content = [{"type": "text", "text": TEXT}, *pictures]
+        for path in CHATS:
+            given = {"model": MODELS["openai"], "messages": [{"role": "user", "content": content}]}
+            answer = await made.post(path, given)
+            assert answer.status_code == 400, answer.text
+            (message,) = re.findall(r'"message":"([^"]*)"', answer.text)
+            assert named in message
+            assert reason in message.partition(named)[2]
+    assert server.requests == []
