@@ -11,6 +11,7 @@ from emberline.images.decoders import MEMORY_BYTES, ImageDecoders
 from emberline.images.request_images import RequestImages
 from emberline.images.sources import ImageLimits, ImageSources
 from emberline.net.egress_policy import EgressPolicy
+from emberline.protocol.errors import NotFound
 from emberline.supervisor.sandbox.confinement import Confinement
 from emberline.supervisor.sandbox.launcher import Launcher
 from tests.images.files import encoded, picture
@@ -161,3 +162,61 @@ async def test_a_url_that_may_not_be_fetched_is_refused_with_its_image(
             assert named in message
             assert reason in message.partition(named)[2]
     assert server.requests == []
+
+
+class Uploads:
+    """The files of accounts: one, of the account "local"."""
+
+    async def read(self, account: str, file_id: str, max_bytes: int) -> bytes:
+        if (account, file_id) == ("local", "file-0123"):
+            return FILE
+        raise NotFound(f"no file {file_id}")
+
+
+def image(source: Json) -> Json:
+    return {"type": "image", "source": source}
+
+
+async def test_files_of_the_account_and_urls_reach_a_server_with_anthropics_api_as_images(
+    gateway: Opener, provider_server: StartProvider, images: RequestImages
+) -> None:
+    """Anthropic's own files and URLs are Anthropic's to read; a server of the operator's fetches nothing."""
+    server = await provider_server("anthropic")
+    images.sources.files = Uploads()
+    made = await gateway(configured("anthropic", server), images=images)
+    inside = image({"type": "base64", "media_type": "image/png", "data": PNG})
+    ours = image({"type": "file", "file_id": "file-0123"}) | {"cache_control": {"type": "ephemeral"}}
+    said = {"type": "text", "text": TEXT}
+    theirs = [image({"type": "file", "file_id": "file_0123"}), image({"type": "url", "url": "https://a.example/b"})]
+
+    def body_with(*blocks: Json) -> Json:
+        used = {"type": "tool_use", "id": "t", "name": "shot", "input": {"content": [ours]}}
+        result = {"type": "tool_result", "tool_use_id": "t", "content": [blocks[-1]]}
+        nested = {"type": "document", "source": {"type": "content", "content": [blocks[-1]]}}
+        turns = [("user", [*blocks, nested]), ("assistant", [used]), ("user", [result])]
+        messages = [{"role": role, "content": content} for role, content in turns]
+        return {"model": MODELS["anthropic"], "max_tokens": 9, "messages": messages}
+
+    answer = await made.post("/v1/messages", body_with(*theirs, ours))
+    assert answer.status_code == 200, answer.text
+    shown = inside | {"cache_control": ours["cache_control"]}
+    assert server.requests[-1]["messages"] == body_with(*theirs, shown)["messages"]
+
+    missing = await made.post("/v1/messages", body_with(inside, said, image({"type": "file", "file_id": "file-9"})))
+    assert (missing.status_code, "image 2 of the request" in missing.text) == (404, True)
+    document = {"type": "document", "source": ours["source"]}
+    refused = await made.post("/v1/messages", body_with(inside, document))
+    assert (refused.status_code, "`messages[0].content[1]`" in refused.text) == (400, True)
+
+    stored = {"name": "anthropic", "key": server.key, "url": server.url}
+    added = await made.post("/api/providers", stored)
+    assert added.status_code == 200, added.text
+    async with site(body(FILE)) as found:
+        linked = image({"type": "url", "url": found.url()})
+        answer = await made.post("/v1/messages", body_with(inside, linked))
+        assert answer.status_code == 200, answer.text
+        assert server.requests[-1]["messages"] == body_with(inside, inside)["messages"]
+        document = {"type": "document", "source": linked["source"]}
+        refused = await made.post("/v1/messages", body_with(document))
+        assert (refused.status_code, "`messages[0].content[0]`" in refused.text) == (400, True)
+    assert len(server.requests) == 2
