@@ -103,7 +103,9 @@ def _check_header(image: Image.Image, max_pixels: int) -> None:
 
 
 def _check_png_chunks(data: bytes) -> None:
-    """Refuse a PNG file of very many chunks, which take far longer to read than their bytes."""
+    """Refuse a PNG file of very many chunks, which take far longer to read than their bytes.
+
+    The image ends with its IEND chunk: what follows is never read."""
     if not data.startswith(_PNG_MAGIC):
         return
     at, n_chunks = len(_PNG_MAGIC), 0
@@ -111,7 +113,9 @@ def _check_png_chunks(data: bytes) -> None:
         n_chunks += 1
         if n_chunks > MAX_PNG_CHUNKS:
             raise UnreadableImage(f"its file has more than {MAX_PNG_CHUNKS:,} chunks: save it anew")
-        (length,) = struct.unpack_from(">I", data, at)
+        length, kind = struct.unpack_from(">I4s", data, at)
+        if kind == b"IEND":
+            return
         at += length + 12
 
 

@@ -110,6 +110,10 @@ REFUSED: dict[str, tuple[Callable[[], bytes], str]] = {
 }
 
 
+def test_what_follows_the_end_of_a_png_file_is_ignored() -> None:
+    assert read_image(encoded(picture()) + bytes(200_000), MOST).size == (60, 40)
+
+
 @pytest.mark.parametrize(("make", "why"), REFUSED.values(), ids=REFUSED)
 def test_a_bad_file_is_refused_with_its_reason(make: Callable[[], bytes], why: str) -> None:
     with pytest.raises(UnreadableImage, match=why):
