@@ -390,7 +390,8 @@ async def dial(
         except ssl.SSLError as error:
             failure = ConnectionFailed(f"no connection: TLS failed: {error.reason or 'handshake'}")
         except OSError as error:
-            failure = ConnectionFailed(f"no connection: {error.strerror or error}")
+            reason = error.strerror or str(error) or ("closed during the TLS handshake" if context else "closed")
+            failure = ConnectionFailed(f"no connection: {reason}")
     raise failure
 
 

@@ -117,6 +117,17 @@ async def test_other_answers_are_refused() -> None:
                 await fetch(found.url(), LOCAL, LIMITS)
 
 
+async def test_a_server_that_closes_instead_of_a_tls_handshake_is_named_with_the_reason() -> None:
+    async def hear_and_close(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(100)
+        writer.close()
+
+    async with await asyncio.start_server(hear_and_close, "127.0.0.1", 0) as server:
+        url = f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}/a.png"
+        with pytest.raises(BadInput, match=r"^127\.0\.0\.1 cannot be reached: closed during the TLS"):
+            await fetch(url, LOCAL, LIMITS)
+
+
 async def test_a_redirect_is_followed_to_a_checked_address() -> None:
     async def answer(path: str, writer: asyncio.StreamWriter) -> None:
         if path == "/a.png":
