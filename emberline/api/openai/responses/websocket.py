@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 
 from emberline.api.http.errors import UpgradeRequired
-from emberline.api.http.exchange import HttpExchange
+from emberline.api.http.exchange import HttpExchange, encode
 from emberline.api.http.websocket import WebSocketConnection
-from emberline.api.http.wire import UNREADABLE
+from emberline.api.http.wire import UNREADABLE, Wire
 from emberline.api.openai.responses.unstored import CONNECTION, UnstoredResponse
 from emberline.protocol.errors import BadInput, Unsupported
 
@@ -35,6 +35,15 @@ async def connect(call: HttpExchange) -> WebSocketConnection:
     return ResponsesConnection()
 
 
+def _request_body(message: bytes) -> bytes:
+    """The body of the request that a message stands for, without `type`, which is no field of a request."""
+    fields = Wire(message).fields
+    if not fields:  # too many values: the request is refused for them
+        return message
+    del fields["type"]
+    return encode({**fields, "stream": True})
+
+
 class ResponsesConnection(WebSocketConnection):
     def __init__(self) -> None:
         super().__init__()
@@ -55,9 +64,7 @@ class ResponsesConnection(WebSocketConnection):
         if create.background:
             problem = "a response over a WebSocket is not made in the background: leave `background` out, or use HTTP"
             return await self.refuse(Unsupported(problem, param="background"))
-        # Of a field that occurs twice the last one counts.
-        body = raw[: raw.rindex(b"}")] + b',"stream":true}'
-        if not await self.run(body, {CONNECTION: self._unstored}):
+        if not await self.run(_request_body(raw), {CONNECTION: self._unstored}):
             previous = create.previous_response_id
             if isinstance(previous, str) and self._unstored.find(self.account, previous) is not None:
                 self._unstored.forget()

@@ -22,7 +22,8 @@ from emberline.api.http.exchange import RequestLimits
 from emberline.api.http.large_requests import LargeRequestRelay
 from emberline.api.http.websocket import MAX_WAITING
 from emberline.api.openai.responses.unstored import UnstoredResponse
-from emberline.net.http_server import ServerLimits
+from emberline.net.http_server import Message as HttpMessage
+from emberline.net.http_server import Receive, Scope, Send, ServerLimits
 from emberline.net.websocket_server import MAX_FRAGMENTS, MAX_MESSAGE_BYTES
 from emberline.protocol.complete_response import StoredResponse
 from emberline.protocol.errors import RateLimited, Unavailable
@@ -480,16 +481,27 @@ def can_connect(server: Loopback) -> bool:
 
 
 def test_large_messages_are_served_elsewhere(tmp_path: Path) -> None:
+    warnings: list[bytes | None] = []
+
+    async def elsewhere(scope: Scope, receive: Receive, send: Send) -> None:
+        async def sent(message: HttpMessage) -> None:
+            warnings.append(dict(message.get("headers", ())).get(b"x-emberline-warning"))
+            await send(message)
+
+        await app(scope, receive, sent)
+
     small, large = FakeService(), FakeService(saying(TextDelta(0, "x" * LARGE_BYTES)))
+    app = app_of(large, KEY)
     relay = LargeRequestRelay(tmp_path / "large.sock")
     with (
-        on_loopback(app_of(large, KEY), path=tmp_path / "large.sock"),
+        on_loopback(elsewhere, path=tmp_path / "large.sock"),
         on_loopback(app_of(small, KEY, large_requests=relay)) as server,
         connected(server) as socket,
     ):
         first = socket.ask(UNSTORED | {"padding": "x" * LARGE_BYTES})
         assert len(first["output"][0]["content"][0]["text"]) == LARGE_BYTES
         assert (len(small.requests), len(large.requests)) == (0, 1)
+        assert warnings[0] == b"ignored unknown fields: `padding`"  # and not `type`
         # That process does not know the connection: the client sends all of it again.
         assert socket.error(UNSTORED | {"previous_response_id": first["id"]})["error"]["code"] == NOT_FOUND
         assert socket.ask(UNSTORED)["status"] == "completed"
