@@ -159,16 +159,15 @@ class FakeModels:
         on_demand: Sequence[ModelCard] = (),
     ) -> None:
         """`hidden` models are not listed; `on_demand` ones are listed, and were not named at start."""
-        self._cards, self._hidden = (*cards, *on_demand), hidden
-        self._named = frozenset(card.id for card in cards)
+        self._at_start, self._on_demand, self._hidden = cards, on_demand, hidden
 
     def cards(self) -> Sequence[ModelCard]:
-        return self._cards
+        return (*self._at_start, *self._on_demand)
 
     def find(self, name: str, account: str | None, caller: str = "") -> ModelCard:
         if not name.isascii() or not name.isprintable() or " " in name:
             raise MalformedModelId("a model id is @source/author/name")
-        for known in (*self._cards, *self._hidden):
+        for known in (*self.cards(), *self._hidden):
             if name in (known.id, *known.aliases):
                 return known
         raise ModelNotFound(f"No such model {name} or task", param="model")
@@ -187,7 +186,7 @@ class FakeModels:
     upstream = UpstreamModels(())
 
     def is_named_at_start(self, model_id: str) -> bool:
-        return model_id in self._named
+        return any(model_id == card.id for card in self._at_start)
 
     def state(self, model_id: str) -> str:
         return "loaded" if model_id == MODEL else ""
