@@ -64,7 +64,7 @@ async def test_messages(client: httpx.AsyncClient, service: FakeService) -> None
 @pytest.mark.parametrize("path", ["/api/chat", f"/client/v4/accounts/a/ai/run/{MODEL}"])
 async def test_other_apis(client: httpx.AsyncClient, service: FakeService, path: str) -> None:
     service.script = CUT
-    body = {"model": MODEL, **CHAT} if path == "/api/chat" else CHAT
+    body = {"model": MODEL, **CHAT, "tool_choice": "auto"} if path == "/api/chat" else CHAT
     whole = await client.post(path, json=body | {"stream": False})
     assert whole.status_code == 200, whole.text
     assert "weather" in whole.text

@@ -19,7 +19,13 @@ from emberline.api.common.sampling_fields import (
     left_to_model,
 )
 from emberline.api.common.tools import DeclaredFunction, ToolName, Toolset, declare
-from emberline.api.common.unsupported_fields import NoSamplingFields, ProviderMark, refuse_unsupported
+from emberline.api.common.unsupported_fields import (
+    NoSamplingFields,
+    PeerMessageFields,
+    ProviderMark,
+    UnsupportedField,
+    refuse_unsupported,
+)
 from emberline.api.http.errors import FieldNames
 from emberline.protocol.errors import BadInput, Unsupported
 from emberline.protocol.request import (
@@ -122,9 +128,11 @@ class RedactedThinking(msgspec.Struct, tag_field="type", tag="redacted_thinking"
     data: ProviderMark = None
 
 
-class TurnMessage(msgspec.Struct):
+class TurnMessage(PeerMessageFields):
     role: Literal["user", "assistant", "system"]
     content: str | list[TextBlock | ImageBlock | ToolUse | ToolResult | ThinkingBlock | RedactedThinking]
+    tool_calls: UnsupportedField = None
+    function_call: UnsupportedField = None
 
 
 class AnthropicMetadata(msgspec.Struct):
@@ -318,6 +326,8 @@ def _parts(content: str | Sequence[TextBlock | OnlyTextBlock | ImageBlock], fiel
 
 def _turn_messages(turn: TurnMessage, field: str) -> list[MessageAndField]:
     """The canonical messages of a turn: one for each tool result, then one for the turn's own content."""
+    if turn.images or turn.prefix or turn.tool_calls or turn.function_call:
+        refuse_unsupported(turn, f"{field}.")
     if isinstance(turn.content, str):
         return [(Message(turn.role, turn.content), field)]
     messages: list[MessageAndField] = []

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from emberline.api.common.image_parts import Detail, image_from_url
-from emberline.api.common.unsupported_fields import NotDocumented, ProviderMark
+from emberline.api.common.unsupported_fields import NotDocumented, PeerMessageFields, ProviderMark, refuse_unsupported
 from emberline.protocol.errors import BadInput, Unsupported
 from emberline.protocol.request import ContentPart, Marks, Message, ToolCall
 
@@ -114,7 +114,7 @@ class ToolCallField(msgspec.Struct, kw_only=True):
     extra_content: ProviderMark = None
 
 
-class ChatMessage(msgspec.Struct, kw_only=True):
+class ChatMessage(PeerMessageFields, kw_only=True):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[TextPart | ImageContent | Annotated[ProviderPart, NotDocumented]] | None = None
     name: str | None = None
@@ -196,6 +196,8 @@ def _message(message: ChatMessage, matcher: _ResultMatcher, field: str, takes_me
     content, parts = message.content or "", NO_PARTS
     if isinstance(content, list):
         content, parts = _content(content, f"{field}.content", takes_media)
+    if message.images or message.prefix:
+        refuse_unsupported(message, f"{field}.")
     kept: Marks = {}
     if message.cache_control is not None or message.thinking_blocks is not None:
         kept = marks(message, "cache_control", "thinking_blocks")

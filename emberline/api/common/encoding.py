@@ -17,12 +17,9 @@ _ROWS_AT_ONCE = 32
 Truncate = bool | Literal["NONE", "END"]
 
 
-class EncodeFields(msgspec.Struct, kw_only=True):
-    """Fields of every request to encode texts; those of generation are refused."""
+class PeerEncodeFields(msgspec.Struct, kw_only=True):
+    """Fields of generation and of other servers' embeddings, which would change the vectors: they are refused."""
 
-    truncate: Truncate | None = None  # Cohere's NONE and END too
-    truncate_inputs: bool | None = None  # Workers AI's name
-    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=-1)] | None = None  # vLLM's name; -1: to what fits
     stream: UnsupportedField = None
     messages: UnsupportedField = None
     prompt: UnsupportedField = None
@@ -47,6 +44,14 @@ class EncodeFields(msgspec.Struct, kw_only=True):
     normalized: TrueField = None
     use_activation: TrueField = None
     add_special_tokens: TrueField = None
+
+
+class EncodeFields(PeerEncodeFields, kw_only=True):
+    """Fields of every request to encode texts, but Ollama's."""
+
+    truncate: Truncate | None = None  # Cohere's NONE and END too
+    truncate_inputs: bool | None = None  # Workers AI's name
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=-1)] | None = None  # vLLM's name; -1: to what fits
 
     @property
     def wants_rows(self) -> bool:

@@ -30,9 +30,15 @@ OnlyTextField = Annotated[Any, Meta(extra_json_schema={UNSUPPORTED: [None, [], [
 ParsedReasoning = Annotated[Any, Meta(extra_json_schema={UNSUPPORTED: [None, "auto", "deepseek", "parsed"]})]
 ErrorField = Annotated[Any, Meta(extra_json_schema={UNSUPPORTED: [None, "error"]})]
 DisabledField = Annotated[Any, Meta(extra_json_schema={UNSUPPORTED: [None, "disabled"]})]
+DefaultTierField = Annotated[Any, Meta(extra_json_schema={UNSUPPORTED: [None, "auto", "default", "standard_only"]})]
+AutoField = Annotated[Any, Meta(extra_json_schema={UNSUPPORTED: [None, "auto"]})]
 StandardField = Annotated[Any, Meta(extra_json_schema={UNSUPPORTED: [None, "standard"]})]
 
-# What a client can send instead: the first that the body's struct supports is part of the refusal's message.
+# Key of a Meta's `extra`: what a client can send instead, where that is not another field of the body.
+INSTEAD = "instead"
+
+# What a client can send instead: the first that the body's struct supports is part of the refusal's message. A path
+# names a field inside another.
 ALTERNATIVES: Mapping[str, tuple[str, ...]] = {
     "allowed_tokens": ("allowed_token_ids",),
     "ban_eos_token": ("ignore_eos",),
@@ -41,61 +47,81 @@ ALTERNATIVES: Mapping[str, tuple[str, ...]] = {
     "chat_template": ("chat_template_kwargs",),
     "do_sample": ("temperature",),
     "ebnf": ("guided_grammar",),
-    "enable_thinking": ("chat_template_kwargs", "reasoning", "thinking"),
+    "enable_thinking": ("chat_template_kwargs", "reasoning", "thinking", "think"),
     "eos_token_id": ("stop_token_ids",),
     "format": ("response_format", "output_config", "text"),
+    "frequency_penalty": ("options.frequency_penalty",),
+    "function_call": ("tool_calls",),
     "functions": ("tools",),
     "grammar": ("guided_grammar",),
     "grammar_string": ("guided_grammar",),
     "guideline": ("messages", "instructions"),
-    "guided_json": ("output_config", "text"),
-    "images": ("messages",),
+    "guided_json": ("output_config", "text", "format"),
+    "image": ("images", "messages[].images"),
+    "images": ("messages[].images", "content[].image_url", "content[].source", "messages"),
     "input_ids": ("prompt",),
     "inputs": ("prompt", "messages", "input"),
-    "json_schema": ("response_format", "output_config", "text"),
+    "instructions": ("system", "messages"),
+    "json_schema": ("response_format", "output_config", "text", "format"),
     "logprobs": ("top_logprobs",),
-    "max_completion_tokens": ("max_tokens", "max_output_tokens"),
-    "max_length": ("max_tokens", "max_output_tokens"),
-    "max_new_tokens": ("max_tokens", "max_output_tokens"),
-    "max_output_tokens": ("max_tokens",),
-    "max_tokens": ("max_output_tokens",),
-    "messages": ("input",),
+    "max_completion_tokens": ("max_tokens", "max_output_tokens", "options.num_predict"),
+    "max_length": ("max_tokens", "max_output_tokens", "options.num_predict"),
+    "max_new_tokens": ("max_tokens", "max_output_tokens", "options.num_predict"),
+    "max_output_tokens": ("max_tokens", "options.num_predict"),
+    "max_tokens": ("max_output_tokens", "options.num_predict"),
+    "max_tokens_to_sample": ("max_tokens", "max_output_tokens", "options.num_predict"),
+    "messages": ("input", "prompt"),
+    "min_p": ("options.min_p",),
     "min_new_tokens": ("min_tokens",),
     "n_cmpl": ("n",),
-    "n_predict": ("max_tokens", "max_output_tokens"),
+    "n_predict": ("max_tokens", "max_output_tokens", "options.num_predict"),
     "n_probs": ("top_logprobs", "logprobs"),
     "no_repeat_ngram_size": ("repetition_penalty", "frequency_penalty"),
     "no_stop_trim": ("include_stop_str_in_output",),
-    "num_predict": ("max_tokens", "max_output_tokens"),
+    "num_ctx": ("options.num_ctx",),
+    "num_predict": ("max_tokens", "max_output_tokens", "options.num_predict"),
     "num_return_sequences": ("n",),
     "parameters": ("max_tokens", "max_output_tokens"),
+    "prefix": ("continue_final_message",),
+    "presence_penalty": ("options.presence_penalty",),
     "priority": ("service_tier",),
+    "prompt": ("messages", "input"),
     "prompt_token_ids": ("prompt",),
     "random_seed": ("seed",),
     "reasoning_budget_tokens": ("thinking_token_budget", "thinking"),
-    "reasoning_effort": ("reasoning", "output_config"),
+    "reasoning": ("reasoning_effort", "think"),
+    "reasoning_effort": ("reasoning", "output_config", "think"),
     "regex": ("guided_regex",),
     "regex_pattern": ("guided_regex",),
     "rep_pen": ("repetition_penalty",),
-    "repeat_penalty": ("repetition_penalty",),
-    "response_format": ("output_config", "text"),
-    "response_mime_type": ("response_format", "output_config", "text"),
-    "response_schema": ("response_format", "output_config", "text"),
+    "repeat_penalty": ("repetition_penalty", "options.repeat_penalty"),
+    "repetition_penalty": ("options.repeat_penalty",),
+    "response_format": ("output_config", "text", "format"),
+    "response_mime_type": ("response_format", "output_config", "text", "format"),
+    "response_schema": ("response_format", "output_config", "text", "format"),
     "return_logprob": ("logprobs", "top_logprobs"),
     "sampling_params": ("max_tokens", "max_output_tokens"),
     "sampling_seed": ("seed",),
-    "stop": ("stop_sequences",),
-    "stop_sequences": ("stop",),
+    "seed": ("options.seed",),
+    "stop": ("stop_sequences", "options.stop"),
+    "stop_sequence": ("stop", "stop_sequences", "options.stop"),
+    "stop_sequences": ("stop", "options.stop"),
     "stop_strings": ("stop", "stop_sequences"),
     "system": ("messages", "instructions"),
     "system_instruction": ("messages", "instructions", "system"),
     "system_prompt": ("messages", "instructions", "system"),
+    "temperature": ("options.temperature",),
+    "text": ("response_format", "output_config", "format"),
     "think": ("reasoning_effort", "reasoning", "thinking"),
+    "thinking": ("reasoning_effort", "think"),
     "thinking_budget": ("thinking_token_budget", "thinking"),
     "thinking_token_budget": ("thinking",),
-    "tokens_to_generate": ("max_tokens", "max_output_tokens"),
+    "tokens_to_generate": ("max_tokens", "max_output_tokens", "options.num_predict"),
+    "tool_calls": ("content",),
+    "top_k": ("options.top_k",),
     "top_logprobs_num": ("top_logprobs",),
     "top_n_tokens": ("top_logprobs",),
+    "top_p": ("options.top_p",),
 }
 
 
@@ -135,13 +161,34 @@ def supported_fields(struct: type[msgspec.Struct]) -> tuple[str, ...]:
 
 @cache
 def _unsupported_fields(struct: type[msgspec.Struct]) -> tuple[_Field, ...]:
-    supported = supported_fields(struct)
-    found = ((field.name, _accepted(field.type)) for field in msgspec.structs.fields(struct))
+    found = ((field, _accepted(field.type)) for field in msgspec.structs.fields(struct))
     return tuple(
-        _Field(name, accepted, next((other for other in ALTERNATIVES.get(name, ()) if other in supported), None))
-        for name, accepted in found
-        if accepted is not None
+        _Field(field.name, accepted, _alternative(struct, field)) for field, accepted in found if accepted is not None
     )
+
+
+def _alternative(struct: type[msgspec.Struct], field: msgspec.structs.FieldInfo) -> str | None:
+    """Find what a client can send instead of an unsupported field. Returns None if there is nothing of the kind."""
+    extras = (meta.extra or {} for meta in get_args(field.type)[1:] if isinstance(meta, Meta))
+    named = next((extra[INSTEAD] for extra in extras if INSTEAD in extra), None)
+    return named or next((path for path in ALTERNATIVES.get(field.name, ()) if _supports(struct, path)), None)
+
+
+def _supports(struct: type[msgspec.Struct], path: str) -> bool:
+    """True if the struct supports the field at a path such as `messages[].images`."""
+    name, _, inner = path.partition(".")
+    name = name.removesuffix("[]")
+    if name not in supported_fields(struct):
+        return False
+    kind = next(field.type for field in msgspec.structs.fields(struct) if field.name == name)
+    return not inner or any(_supports(one, inner) for one in _structs_in(kind))
+
+
+def _structs_in(annotation: Any) -> list[type[msgspec.Struct]]:
+    """The structs that a value of this type may be, or have as its elements."""
+    if isinstance(annotation, type) and issubclass(annotation, msgspec.Struct):
+        return [annotation]
+    return [struct for each in get_args(annotation) for struct in _structs_in(each)]
 
 
 @cache
@@ -336,6 +383,7 @@ class PeerFields(msgspec.Struct, kw_only=True):
     # transformers
     eos_token_id: NullField = None
     num_beams: OneField = None
+    beam_width: OneField = None  # TensorRT-LLM's name
     num_return_sequences: OneField = None
     encoder_repetition_penalty: OneField = None
     no_repeat_ngram_size: UnsupportedField = None
@@ -452,8 +500,10 @@ class PeerFields(msgspec.Struct, kw_only=True):
     fallbacks: UnsupportedField = None
     mock_response: UnsupportedField = None
     extra_body: UnsupportedField = None
-    # Anthropic
+    # Anthropic, older names too
     stop_sequences: UnsupportedField = None
+    stop_sequence: UnsupportedField = None
+    max_tokens_to_sample: UnsupportedField = None
     mcp_servers: UnsupportedField = None
     container: UnsupportedField = None
     inference_geo: UnsupportedField = None
@@ -493,3 +543,22 @@ class NoSamplingFields(PeerFields, kw_only=True):
     guided_whitespace_pattern: UnsupportedField = None
     structured_outputs: UnsupportedField = None
     speculation: UnsupportedField = None
+
+
+class OptionsFields(NoSamplingFields, kw_only=True):
+    """Fields of the other APIs, for Ollama's, which has the sampling parameters in `options`."""
+
+    max_tokens: NullField = None
+    temperature: NullField = None
+    top_p: NullField = None
+    service_tier: DefaultTierField = None
+    tool_choice: AutoField = None
+    top_k: NullField = None
+    repetition_penalty: NullField = None
+
+
+class PeerMessageFields(msgspec.Struct, kw_only=True):
+    """Fields of messages that would change the prompt: a message's struct declares those that its API has."""
+
+    images: UnsupportedField = None  # Ollama
+    prefix: UnsupportedField = None  # Mistral, DeepSeek

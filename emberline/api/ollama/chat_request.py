@@ -7,6 +7,7 @@ import msgspec
 from msgspec import Meta
 
 from emberline.api.common.chat_messages import ChatMessage, ToolCallField, canonical_messages
+from emberline.api.common.encoding import PeerEncodeFields
 from emberline.api.common.image_parts import image_from_base64
 from emberline.api.common.sampling_fields import (
     Penalty,
@@ -20,8 +21,17 @@ from emberline.api.common.sampling_fields import (
     clamp_top_p,
 )
 from emberline.api.common.tools import DeclaredTools, toolset
-from emberline.api.common.unsupported_fields import OneField, UnsupportedField, refuse_unsupported
+from emberline.api.common.unsupported_fields import (
+    EMPTY,
+    INSTEAD,
+    OneField,
+    OptionsFields,
+    PeerMessageFields,
+    UnsupportedField,
+    refuse_unsupported,
+)
 from emberline.api.http.errors import FieldNames
+from emberline.api.http.openapi import UNSUPPORTED
 from emberline.protocol.errors import BadInput
 from emberline.protocol.request import (
     ContentPart,
@@ -42,6 +52,8 @@ _PART = re.compile(rf"({_NUMBER})(ns|us|µs|ms|s|m|h|$)")
 _UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "": 1.0}
 _FOREVER_S = 1e9  # and longer
 
+# A field of prompts alone, in a chat.
+InGenerate = Annotated[Any, Meta(extra_json_schema={UNSUPPORTED: EMPTY}, extra={INSTEAD: "/api/generate"})]
 KeepAlive = float | Annotated[str, Meta(pattern=_DURATION)]
 
 
@@ -93,10 +105,13 @@ class Options(msgspec.Struct, kw_only=True):
         return tuple(name for name, value in given.items() if value is None)
 
 
-class ModelRequest(msgspec.Struct, kw_only=True):
+class ModelRequest:
+    """Wishes that every request to a model can have. The subclasses declare the fields."""
+
+    __slots__ = ()
     model: str
-    options: Options | None = None
-    keep_alive: KeepAlive | None = None
+    options: Options | None
+    keep_alive: KeepAlive | None
 
     @property
     def keep_alive_s(self) -> float | None:
@@ -118,16 +133,18 @@ class ModelRequest(msgspec.Struct, kw_only=True):
         return self.keep_alive_s == 0
 
 
-class TextRequest(ModelRequest, kw_only=True):
+class TextRequest(ModelRequest, OptionsFields, kw_only=True):
     """The fields that chat and generate share."""
 
+    model: str
+    options: Options | None = None
+    keep_alive: KeepAlive | None = None
     stream: bool | None = None
     format: Literal["", "json"] | dict[str, Any] | None = None
     think: bool | Literal["low", "medium", "high", "max"] | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
     template: UnsupportedField = None
-    speculation: UnsupportedField = None
     truncate: bool | None = None  # false: a prompt that does not fit is refused, not cut
     shift: bool | None = None
 
@@ -157,7 +174,7 @@ class TextRequest(ModelRequest, kw_only=True):
         return OutputFormat("json_object") if self.format else None
 
 
-class OllamaMessage(msgspec.Struct, kw_only=True):
+class OllamaMessage(PeerMessageFields, kw_only=True):
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
     thinking: str | None = None
@@ -165,8 +182,11 @@ class OllamaMessage(msgspec.Struct, kw_only=True):
     tool_calls: list[ToolCallField] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None
+    function_call: UnsupportedField = None
 
-    def chat_message(self) -> ChatMessage:
+    def chat_message(self, field: str) -> ChatMessage:
+        if self.prefix or self.function_call:
+            refuse_unsupported(self, f"{field}.")
         return ChatMessage(
             role=self.role,
             content=self.content,
@@ -180,6 +200,9 @@ class OllamaMessage(msgspec.Struct, kw_only=True):
 class OllamaChat(TextRequest, kw_only=True):
     messages: list[OllamaMessage] | None = None
     tools: DeclaredTools | None = None
+    raw: InGenerate = None
+    suffix: InGenerate = None
+    context: InGenerate = None
 
     @property
     def is_empty(self) -> bool:
@@ -189,7 +212,7 @@ class OllamaChat(TextRequest, kw_only=True):
     def to_request(self, model: str, request_id: str, session: str | None) -> tuple[GenerateRequest, FieldNames]:
         found = toolset(self.tools, None)
         given = self.messages or []
-        messages = canonical_messages([message.chat_message() for message in given])
+        messages = canonical_messages([message.chat_message(f"messages[{i}]") for i, message in enumerate(given)])
         request = GenerateRequest(
             model=model,
             messages=tuple(
@@ -238,12 +261,16 @@ class OllamaPrompt(TextRequest, kw_only=True):
         return GenerateRequest(model=model, messages=(*system, question), **fields), names
 
 
-class OllamaEmbed(ModelRequest, kw_only=True):
+class OllamaEmbed(ModelRequest, PeerEncodeFields, kw_only=True):
+    model: str
     input: str | list[str]
+    options: Options | None = None
+    keep_alive: KeepAlive | None = None
     truncate: bool | None = None
     dimensions: Annotated[int, Meta(ge=1)] | None = None
 
     def to_request(self, model: str, request_id: str) -> tuple[EncodeRequest, FieldNames]:
+        refuse_unsupported(self)
         is_one = isinstance(self.input, str)
         request = EncodeRequest(
             id=request_id,
@@ -257,12 +284,17 @@ class OllamaEmbed(ModelRequest, kw_only=True):
         return request, FieldNames(texts="input", one_text=is_one)
 
 
-class OllamaEmbeddings(ModelRequest, kw_only=True):
+class OllamaEmbeddings(ModelRequest, PeerEncodeFields, kw_only=True):
     """Ollama's older form: one text."""
 
+    model: str
     prompt: str
+    options: Options | None = None
+    keep_alive: KeepAlive | None = None
+    dimensions: UnsupportedField = None
 
     def to_request(self, model: str, request_id: str) -> tuple[EncodeRequest, FieldNames]:
+        refuse_unsupported(self)
         request = EncodeRequest(id=request_id, model=model, texts=(self.prompt,), truncate=True, api="embeddings")
         request = msgspec.structs.replace(request, context_len=self.context_len)
         return request, FieldNames(texts="prompt", one_text=True)

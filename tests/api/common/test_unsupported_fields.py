@@ -10,8 +10,9 @@ import msgspec
 import pytest
 
 from emberline.api.anthropic.message_request import CountRequest, MessagesRequest
-from emberline.api.common.unsupported_fields import ALTERNATIVES, PeerFields, supported_fields
+from emberline.api.common.unsupported_fields import ALTERNATIVES, PeerFields, PeerMessageFields, supported_fields
 from emberline.api.http.unknown_fields import NO_EFFECT
+from emberline.api.ollama.chat_request import OllamaChat, OllamaPrompt
 from emberline.api.openai.chat import ChatRequest
 from emberline.api.openai.completions import CompletionRequest
 from emberline.api.openai.responses.request import ResponsesRequest
@@ -34,7 +35,7 @@ PEERS: dict[str, dict[str, Any]] = {
         "prompt_cache_key": "k", "prompt_cache_retention": "24h", "reasoning_effort": "low",
         "response_format": {"type": "json_object"}, "safety_identifier": "s", "seed": 1, "service_tier": "flex",
         "stop": ["x"], "store": True, "stream": False, "stream_options": {"include_usage": True}, "temperature": 0.5,
-        "tool_choice": "auto", "tools": [TOOL], "top_logprobs": 2, "top_p": 0.5, "user": "u", "verbosity": "low",
+        "tool_choice": "required", "tools": [TOOL], "top_logprobs": 2, "top_p": 0.5, "user": "u", "verbosity": "low",
         "web_search_options": {"a": 1}, "moderation": {"model": "m"}, "data_sources": [{}],
     },
     "OpenAI completions": {"prompt": "Hi", "best_of": 3, "echo": True, "suffix": "s", "logprobs": 2},
@@ -148,6 +149,8 @@ PEERS: dict[str, dict[str, Any]] = {
         "contents": [{}], "tool_config": {"a": 1}, "safety_mode": "NONE", "strict_tools": True,
         "citation_quality": "fast", "connectors": [{}],
     },
+    "TensorRT-LLM": {"beam_width": 4},
+    "Anthropic, older": {"stop_sequence": "x", "max_tokens_to_sample": 5},
     "LiteLLM": {"fallbacks": ["m"], "mock_response": "x", "extra_body": {"top_k": 5}},
     "OpenRouter": {
         "models": ["a"], "route": "fallback", "provider": {"order": ["x"]}, "plugins": [{"id": "web"}],
@@ -168,12 +171,16 @@ ENDPOINTS: dict[str, tuple[type[PeerFields], dict[str, Any]]] = {
     "/v1/messages": (MessagesRequest, {"model": MODEL, "messages": MESSAGES, "max_tokens": 5}),
     "/v1/messages/count_tokens": (CountRequest, {"model": MODEL, "messages": MESSAGES}),
     f"/client/v4/accounts/a/ai/run/{MODEL}": (RunRequest, {"messages": MESSAGES}),
+    "/api/chat": (OllamaChat, {"model": MODEL, "messages": MESSAGES, "stream": False}),
+    "/api/generate": (OllamaPrompt, {"model": MODEL, "prompt": "Hi", "stream": False}),
 }
 
 
 def message_of(answer: httpx.Response) -> str:
     found = answer.json()
-    return found["errors"][0]["message"] if "errors" in found else found["error"]["message"]
+    if isinstance(found.get("error"), str):  # Ollama's
+        return str(found["error"])
+    return str(found["errors"][0]["message"] if "errors" in found else found["error"]["message"])
 
 
 @pytest.mark.parametrize("path", ENDPOINTS)
@@ -224,17 +231,58 @@ async def test_a_refusal_names_the_field_to_use_instead(client: httpx.AsyncClien
         ("/v1/chat/completions", "stop_sequences", "stop"),
         ("/v1/messages", "stop", "stop_sequences"),
         ("/v1/responses", "max_tokens", "max_output_tokens"),
+        ("/v1/chat/completions", "max_tokens_to_sample", "max_tokens"),
+        ("/v1/chat/completions", "stop_sequence", "stop"),
+        ("/api/chat", "images", "messages[].images"),
+        ("/api/chat", "response_format", "format"),
+        ("/api/chat", "max_tokens", "options.num_predict"),
+        ("/api/chat", "temperature", "options.temperature"),
+        ("/api/chat", "system", "messages"),
+        ("/api/chat", "raw", "/api/generate"),
+        ("/api/chat", "suffix", "/api/generate"),
+        ("/api/generate", "messages", "prompt"),
     ):
         answer = await client.post(path, json=ENDPOINTS[path][1] | {field: "x"})
         assert message_of(answer) == f"`{field}` is not supported; use `{instead}`"
+
+
+@pytest.mark.parametrize(
+    ("path", "place"),
+    [
+        ("/v1/chat/completions", "messages[0]"),
+        ("/v1/messages", "messages[0]"),
+        ("/v1/responses", "input[0]"),
+        ("/api/chat", "messages[0]"),
+    ],
+)
+async def test_fields_of_a_message_in_other_apis(client: httpx.AsyncClient, path: str, place: str) -> None:
+    whole, supported = ENDPOINTS[path][1], {"/v1/chat/completions": ("tool_calls",), "/api/chat": ("images",)}
+    for name, value in (("images", ["iVBORw0KGgo="]), ("prefix", True), ("tool_calls", [{"id": "c", "name": "f"}])):
+        name_of_messages = "input" if path == "/v1/responses" else "messages"
+        for given in (value, None):
+            body = whole | {name_of_messages: [MESSAGES[0] | {name: given}]}
+            answer = await client.post(path, json=body)
+            if given is None or name in supported.get(path, ()) or (path, name) == ("/api/chat", "tool_calls"):
+                assert answer.status_code == 200, answer.text
+            else:
+                assert answer.status_code == 400, answer.text
+                assert f"`{place}.{name}` is not supported" in message_of(answer)
+
+
+async def test_embeddings_refuse_what_only_chats_have(client: httpx.AsyncClient) -> None:
+    for path, body in (("/api/embed", {"input": "Hi"}), ("/api/embeddings", {"prompt": "Hi"})):
+        for field in ("images", "messages", "instruction"):
+            answer = await client.post(path, json={"model": MODEL, **body, field: ["x"]})
+            assert (answer.status_code, f"`{field}`" in answer.text) == (400, True), answer.text
 
 
 def test_the_lists_are_disjoint() -> None:
     refused = {field.name for field in msgspec.structs.fields(PeerFields)}
     assert not refused & NO_EFFECT
     everything = {name for struct, _ in ENDPOINTS.values() for name in struct.__struct_fields__}
-    assert ALTERNATIVES.keys() <= everything
-    assert {name for names in ALTERNATIVES.values() for name in names} <= everything
+    assert ALTERNATIVES.keys() <= everything | {"tool_calls", *PeerMessageFields.__struct_fields__}
+    named = {name.partition("[")[0].partition(".")[0] for names in ALTERNATIVES.values() for name in names}
+    assert named <= everything | {"content", "tool_calls"}
 
 
 def test_the_documentation_lists_the_fields_without_effect() -> None:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from emberline.api.common.image_parts import Detail, FileId, image_from_file, image_from_url
+from emberline.api.common.unsupported_fields import unsupported
 from emberline.api.http.decode_errors import explain
 from emberline.protocol.errors import BadInput, Unsupported
 from emberline.protocol.request import ContentPart, Message, ToolCall
@@ -15,6 +16,8 @@ from emberline.protocol.request import ContentPart, Message, ToolCall
 SEAL = "ember1."  # prefix of `encrypted_content`: reasoning or a summary, which the client stores and sends back
 CUSTOM_ARGUMENT = "input"  # the argument of the function that represents a custom tool
 _OWN_ID = re.compile(r"[a-z]+_([0-9a-f]{32})_[io][0-9]+")
+# Fields of messages in other APIs, and where an item has the same.
+_OTHER_APIS = {"images": "content[].image_url", "tool_calls": "input", "function_call": "input", "prefix": None}
 _NOT_READ = frozenset({"input_file", "input_audio", "input_video", "computer_screenshot"})
 
 
@@ -265,6 +268,10 @@ def _typed(raw: dict[str, Any], field: str) -> dict[str, Any]:
         raise BadInput(f"`{field}.type` must be a text", param=f"{field}.type")
     if kind not in _ID_PREFIXES and kind != "item_reference":
         raise Unsupported(f"`{field}`: items of type {kind[:80]!r} are not supported", param=f"{field}.type")
+    if kind == "message":
+        for name, alternative in _OTHER_APIS.items():
+            if raw.get(name):
+                raise unsupported(f"{field}.{name}", alternative)
     for name in ("content", "output"):
         parts = raw.get(name)
         for i, part in enumerate(parts if isinstance(parts, list) else ()):
