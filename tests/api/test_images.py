@@ -1,14 +1,19 @@
 """Images in the bodies of every API: the same parts of the canonical request, whichever client has sent them."""
 
 import base64
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
+from emberline.api.gateway.gemini import GenerateContent
+from emberline.images.request_images import image_places
 from emberline.images.sources import FILE_SCHEME
-from emberline.protocol.events import ChoiceDone, TextDelta, Usage
-from emberline.protocol.request import ContentPart
+from emberline.protocol.errors import BadInput
+from emberline.protocol.events import ChoiceDone, Started, TextDelta, TextEvent, Usage
+from emberline.protocol.request import ContentPart, GenerateRequest
 from tests.api.fake_service import MODEL, FakeService, says
 from tests.images.files import encoded, picture
 
@@ -153,3 +158,92 @@ async def test_video_is_refused_by_name(client: httpx.AsyncClient) -> None:
     body = chat(text(), {"type": "video_url", "video_url": {"url": "https://example.org/a.mp4"}})
     error = (await client.post("/v1/chat/completions", json=body)).json()["error"]
     assert ("video_url" in error["message"], error["param"]) == (True, "messages[0].content[1].type")
+
+
+USE = {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "shot", "input": {}}]}
+ANTHROPIC_IMAGE = {"type": "image", "source": {"type": "url", "url": REMOTE}}
+RESULT = {"type": "tool_result", "tool_use_id": "t", "is_error": True, "content": [text(), ANTHROPIC_IMAGE]}
+CALL = {"type": "function_call", "call_id": "c", "name": "shot", "arguments": "{}"}
+INPUT_IMAGE = {"type": "input_image", "image_url": REMOTE}
+OUTPUT = {"type": "function_call_output", "call_id": "c", "output": [INPUT_IMAGE]}
+RUN = f"/client/v4/accounts/local/ai/run/{MODEL}"
+PLACES = [
+    ("/v1/chat/completions", chat(text(), {"type": "image_url", "image_url": URL}), (0, 1), "messages[0].content[1]"),
+    ("/v1/responses", {"input": [{"role": "user", "content": [INPUT_IMAGE]}]}, (0, 0), "input[0].content[0]"),
+    ("/v1/responses", {"instructions": "Hi", "input": [CALL, OUTPUT]}, (2, 0), "input[1].output[0]"),
+    ("/v1/messages", {"messages": [{"role": "user", "content": [ANTHROPIC_IMAGE]}]}, (0, 0), "messages[0].content[0]"),
+    (
+        "/v1/messages",
+        {"messages": [USE, {"role": "user", "content": [RESULT, text(), ANTHROPIC_IMAGE]}]},
+        (1, 2),
+        "messages[1].content[0].content[1]",
+    ),
+    (
+        "/v1/messages",
+        {"messages": [USE, {"role": "user", "content": [RESULT, text(), ANTHROPIC_IMAGE]}]},
+        (2, 1),
+        "messages[1].content[2]",
+    ),
+    (RUN, {"prompt": "?", "image": BASE64}, (0, 0), "image"),
+    (RUN, {"messages": chat(text())["messages"], "image": BASE64}, (0, 0), "image"),
+    ("/api/generate", {"system": "Hi", "prompt": "?", "images": [BASE64, BASE64]}, (1, 1), "images[1]"),
+    ("/api/chat", {"messages": [{"role": "user", "images": [BASE64, BASE64]}]}, (0, 1), "messages[0].images[1]"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "place", "field"), PLACES)
+async def test_errors_name_the_place_where_the_client_has_sent_the_image(
+    client: httpx.AsyncClient, service: FakeService, path: str, body: Json, place: tuple[int, int], field: str
+) -> None:
+    where = f"messages[{place[0]}].content[{place[1]}]"
+
+    async def refuse(request: GenerateRequest) -> AsyncIterator[TextEvent]:
+        assert request.messages is not None
+        assert request.messages[place[0]].parts[place[1]].kind == "image"
+        yield Started(Usage())
+        raise BadInput(f"image 1 of the request (`{where}`) cannot be used: no", param=where)
+
+    service.script = refuse
+    more = {"max_tokens": 9} if path == "/v1/messages" else {}
+    answer = await client.post(path, json={"model": MODEL, "stream": False, **more, **body})
+    assert (answer.status_code, f"(`{field}`)" in answer.text) == (400, True), answer.text
+    error = answer.json().get("error")
+    if isinstance(error, dict) and "param" in error:
+        assert error["param"] == field
+
+
+def test_places_of_gemini() -> None:
+    """Parts that are no text and no image have no place in the canonical message."""
+    blob = {"inlineData": {"mimeType": "image/png", "data": BASE64}}
+    shot = {"functionResponse": {"name": "shot", "response": {}, "parts": [blob]}}
+    contents = [{"parts": [shot, {"text": "And?"}, blob]}]
+    body = msgspec.convert({"systemInstruction": {"parts": [{"text": "Hi"}]}, "contents": contents}, GenerateContent)
+    request, names = body.to_request(MODEL, "r", None)
+    places = [f"messages[{place.message}].content[{place.part}]" for place, _ in image_places(request.messages)]
+    assert [names.of(place) for place in places] == [
+        "contents[0].parts[0].functionResponse.parts[0]",
+        "contents[0].parts[2]",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("path", "content", "supported"),
+    [
+        ("/v1/chat/completions", {"type": "input_image"}, "text, refusal, image_url"),
+        ("/v1/messages", {"type": "document"}, "text, image, tool_use, tool_result, thinking, redacted_thinking"),
+        ("/v1/messages", {"type": "image", "source": {"type": "gcs"}}, "base64, url, file"),
+        ("/v1/responses", {"type": "image_url"}, "input_image"),
+    ],
+)
+async def test_a_part_of_an_unknown_type_names_the_types_there_are(
+    client: httpx.AsyncClient, path: str, content: Json, supported: str
+) -> None:
+    body = {
+        "model": MODEL,
+        "input" if path == "/v1/responses" else "messages": [{"role": "user", "content": [content]}],
+    }
+    answer = await client.post(path, json=body)
+    assert answer.status_code == 400
+    message = answer.json()["error"]["message"]
+    assert "which is not supported; it must be one of " in message
+    assert supported in message.rpartition(" one of ")[2]

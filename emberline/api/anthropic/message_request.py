@@ -1,7 +1,7 @@
 """The body of an Anthropic Messages request, and its conversion to the canonical request."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -200,12 +200,12 @@ class CountRequest(NoSamplingFields, kw_only=True):
         messages = _canonical_messages(self.system, self.messages, _marks(self.cache_control))
         continue_final = self.messages[-1].role == "assistant"
         if continue_final:
-            self._check_prefill(messages[-1][0])
+            self._check_prefill(messages[-1].message)
         request = GenerateRequest(
             api="messages",
             id=request_id,
             model=self.model,
-            messages=tuple(message for message, _ in messages),
+            messages=tuple(sent.message for sent in messages),
             sampling=self.sampling(),
             left_to_model=left_to_model(self),
             session=session,
@@ -218,9 +218,12 @@ class CountRequest(NoSamplingFields, kw_only=True):
             reasoning=self.thinking.reasoning(effort) if self.thinking else Reasoning(effort=effort),
             speculation=SpeculationField.setting(self.speculation),
         )
-        message_fields = [field for _, field in messages]
         return request, FieldNames(
-            output=output_field, tools=tools.fields, schema="input_schema", messages=message_fields
+            output=output_field,
+            tools=tools.fields,
+            schema="input_schema",
+            messages=[sent.field for sent in messages],
+            parts={number: sent.parts for number, sent in enumerate(messages) if sent.parts},
         )
 
     def _check_prefill(self, message: Message) -> None:
@@ -288,21 +291,27 @@ def _tool(tool: AnthropicTool, field: str) -> Tool:
     return msgspec.structs.replace(made, marks=_marks(tool.cache_control)) if tool.cache_control else made
 
 
-MessageAndField = tuple[Message, str]  # a canonical message, and the field of the body that it comes from
+class Sent(NamedTuple):
+    """A canonical message, and the fields of the body in which it and its parts came."""
+
+    message: Message
+    field: str
+    parts: Sequence[str] = ()
 
 
 def _canonical_messages(
     system: str | list[OnlyTextBlock] | None, turns: list[TurnMessage], last_marks: Marks
-) -> list[MessageAndField]:
+) -> list[Sent]:
     """The canonical messages. `last_marks` are those of the body itself, which Anthropic applies to its last block."""
-    messages: list[MessageAndField] = []
+    messages: list[Sent] = []
     if system:
-        messages.append((Message("system", _text(system), parts=_parts(system, "system")), "system"))
+        fields = [f"system[{at}]" for at in range(len(system))] if isinstance(system, list) else ()
+        messages.append(Sent(Message("system", _text(system), parts=_parts(system, fields)), "system"))
     for number, turn in enumerate(turns):
         messages += _turn_messages(turn, f"messages[{number}]")
     if last_marks:
-        last, field = messages[-1]
-        messages[-1] = (msgspec.structs.replace(last, marks={**last_marks, **last.marks}), field)
+        last = messages[-1].message
+        messages[-1] = messages[-1]._replace(message=msgspec.structs.replace(last, marks={**last_marks, **last.marks}))
     return messages
 
 
@@ -310,35 +319,40 @@ def _marks(control: CacheControl | None) -> Marks:
     return {} if control is None else {"cache_control": msgspec.to_builtins(control)}
 
 
-def _parts(content: str | Sequence[TextBlock | OnlyTextBlock | ImageBlock], field: str) -> tuple[ContentPart, ...]:
-    """The content as parts, if it has images or marks: otherwise its joined text says everything."""
+def _parts(
+    content: str | Sequence[TextBlock | OnlyTextBlock | ImageBlock], fields: Sequence[str]
+) -> tuple[ContentPart, ...]:
+    """The content as parts, if it has images or marks: otherwise its joined text says everything. `fields` are those of
+    the blocks."""
     if isinstance(content, str) or all(
         block.cache_control is None and not isinstance(block, ImageBlock) for block in content
     ):
         return ()
     return tuple(
-        block.part(f"{field}[{at}]")
+        block.part(field)
         if isinstance(block, ImageBlock)
         else ContentPart("text", block.text, marks=_marks(block.cache_control))
-        for at, block in enumerate(content)
+        for block, field in zip(content, fields, strict=True)
     )
 
 
-def _turn_messages(turn: TurnMessage, field: str) -> list[MessageAndField]:
+def _turn_messages(turn: TurnMessage, field: str) -> list[Sent]:
     """The canonical messages of a turn: one for each tool result, then one for the turn's own content."""
     if turn.images or turn.prefix or turn.tool_calls or turn.function_call:
         refuse_unsupported(turn, f"{field}.")
     if isinstance(turn.content, str):
-        return [(Message(turn.role, turn.content), field)]
-    messages: list[MessageAndField] = []
+        return [Sent(Message(turn.role, turn.content), field)]
+    messages: list[Sent] = []
     calls: list[ToolCall] = []
     said: list[TextBlock | ImageBlock] = []
+    said_in: list[str] = []  # the fields of what was said
     thinking: list[str] = []
     signed: list[ThinkingBlock | RedactedThinking] = []
     for number, block in enumerate(turn.content):
         block_field = f"{field}.content[{number}]"
         if isinstance(block, TextBlock) or (isinstance(block, ImageBlock) and turn.role == "user"):
             said.append(block)
+            said_in.append(block_field)
         elif isinstance(block, ThinkingBlock):
             thinking.append(block.thinking)
             if block.is_signed:
@@ -347,7 +361,7 @@ def _turn_messages(turn: TurnMessage, field: str) -> list[MessageAndField]:
             if isinstance(block.data, str):
                 signed.append(block)
         elif isinstance(block, ToolResult) and turn.role == "user":
-            messages.append((_result(block, block_field), block_field))
+            messages.append(_result(block, block_field))
         elif isinstance(block, ToolUse) and turn.role == "assistant":
             arguments = msgspec.json.encode(block.input).decode()
             calls.append(ToolCall(block.id, block.name, arguments, _marks(block.cache_control)))
@@ -360,27 +374,30 @@ def _turn_messages(turn: TurnMessage, field: str) -> list[MessageAndField]:
             _text(said),
             tool_calls=tuple(calls),
             reasoning=join_text(thinking) or None,
-            parts=_parts(said, f"{field}.content"),
+            parts=_parts(said, said_in),
             marks=marks,
         )
-        messages.append((own, field))
+        messages.append(Sent(own, field, said_in if own.parts else ()))
     return messages
 
 
-def _result(block: ToolResult, field: str) -> Message:
+def _result(block: ToolResult, field: str) -> Sent:
     """A tool result. Chat templates have no failed results, so the text says it. A mark within it is one of the whole:
     providers keep what comes before."""
     within = block.content if isinstance(block.content, list) else []
-    text, parts = _text(block.content or ""), _parts(within, f"{field}.content")
+    fields = [f"{field}.content[{at}]" for at in range(len(within))]
+    text, parts = _text(block.content or ""), _parts(within, fields)
     controls = [block.cache_control, *(each.cache_control for each in reversed(within))]
     if not any(isinstance(each, ImageBlock) for each in within):
         parts = ()
     if block.is_error:
         text = f"Error: {text}" if text else "Error"
         parts = (ContentPart("text", "Error: "), *parts) if parts else ()
+        fields = [field, *fields]
     control = next((each for each in controls if each is not None), None)
     parts = tuple(msgspec.structs.replace(part, marks={}) for part in parts)
-    return Message("tool", text, tool_call_id=block.tool_use_id, parts=parts, marks=_marks(control))
+    message = Message("tool", text, tool_call_id=block.tool_use_id, parts=parts, marks=_marks(control))
+    return Sent(message, field, fields if parts else ())
 
 
 def _text(content: str | Sequence[TextBlock | OnlyTextBlock | ImageBlock]) -> str:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, NamedTuple, get_args
 import msgspec
 from msgspec import Meta
 
-from emberline.api.http.openapi import UNSUPPORTED
+from emberline.api.http.unknown_fields import UNSUPPORTED
 from emberline.protocol.errors import Unsupported
 
 EMPTY: list[Any] = [None, False, 0, "", [], {}]  # values that ask for nothing

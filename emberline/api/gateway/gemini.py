@@ -5,7 +5,7 @@ Any model can answer.
 
 import re
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -176,7 +176,7 @@ class GenerateContent(_Struct, frozen=True):
 
     def to_request(self, model: str, request_id: str, session: str | None) -> tuple[GenerateRequest, FieldNames]:
         """The canonical request."""
-        messages: list[Message] = []
+        messages: list[_Sent] = []
         if self.system_instruction is not None:
             messages.append(_said("system", list(enumerate(self.system_instruction.parts)), "systemInstruction"))
         for number, content in enumerate(self.contents):
@@ -186,7 +186,7 @@ class GenerateContent(_Struct, frozen=True):
             api="chat",
             id=request_id,
             model=model,
-            messages=tuple(messages),
+            messages=tuple(sent.message for sent in messages),
             sampling=config.sampling(),
             left_to_model=left_to_model(config),
             session=session_name(session),
@@ -194,7 +194,12 @@ class GenerateContent(_Struct, frozen=True):
             tool_choice=found.choice,
             output=config.output(),
         )
-        return request, FieldNames(output="generationConfig.responseSchema", tools=found.fields)
+        return request, FieldNames(
+            output="generationConfig.responseSchema",
+            tools=found.fields,
+            messages=[sent.field for sent in messages],
+            parts={number: sent.parts for number, sent in enumerate(messages) if sent.message.parts},
+        )
 
     def _toolset(self) -> Toolset:
         declared = [one for tool in self.tools for one in tool.function_declarations]
@@ -219,9 +224,17 @@ def _lower(schema: Any) -> Any:
     return [_lower(one) for one in schema] if isinstance(schema, list) else schema
 
 
-def _messages(content: Content, field: str) -> list[Message]:
+class _Sent(NamedTuple):
+    """A canonical message, and the fields in which it and its parts came."""
+
+    message: Message
+    field: str
+    parts: list[str]
+
+
+def _messages(content: Content, field: str) -> list[_Sent]:
     """The results of functions, each a message, and what else was said."""
-    results: list[Message] = []
+    results: list[_Sent] = []
     others: list[tuple[int, Part]] = []
     for number, part in enumerate(content.parts):
         if part.function_response is None:
@@ -232,15 +245,17 @@ def _messages(content: Content, field: str) -> list[Message]:
     return [*results, *([_said(role, others, field)] if others else [])]
 
 
-def _result(given: FunctionResponse, field: str) -> Message:
+def _result(given: FunctionResponse, field: str) -> _Sent:
     text = encode(given.response).decode()
     images = [_image(part.inline_data, f"{field}.parts[{at}]") for at, part in enumerate(given.parts)]
     parts = (ContentPart("text", text), *images) if images else ()
-    return Message("tool", text, given.name, tool_call_id=given.id or given.name, parts=parts)
+    message = Message("tool", text, given.name, tool_call_id=given.id or given.name, parts=parts)
+    return _Sent(message, field, [f"{field}.response", *(f"{field}.parts[{at}]" for at in range(len(images)))])
 
 
-def _said(role: MessageRole, given: Sequence[tuple[int, Part]], field: str) -> Message:
+def _said(role: MessageRole, given: Sequence[tuple[int, Part]], field: str) -> _Sent:
     parts: list[ContentPart] = []
+    fields: list[str] = []
     for number, part in given:
         where = f"{field}.parts[{number}]"
         if part.inline_data is not None:
@@ -249,10 +264,12 @@ def _said(role: MessageRole, given: Sequence[tuple[int, Part]], field: str) -> M
             parts.append(image_from_url(part.file_data.file_uri, f"{where}.fileData.fileUri"))
         elif part.text is not None and part.function_call is None and not part.thought:
             parts.append(ContentPart("text", part.text))
+        if len(parts) > len(fields):
+            fields.append(where)
     text = "".join(part.value for part in parts if part.kind == "text")
     calls = tuple(_tool_call(part) for _, part in given if part.function_call is not None)
     has_images = any(part.kind == "image" for part in parts)
-    return Message(role, text, tool_calls=calls, parts=tuple(parts) if has_images else ())
+    return _Sent(Message(role, text, tool_calls=calls, parts=tuple(parts) if has_images else ()), field, fields)
 
 
 def _image(given: Blob, field: str) -> ContentPart:

@@ -1,6 +1,13 @@
 """Messages of the JSON decoder, rewritten in the API's terms."""
 
 import re
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+from msgspec import inspect
+
+from emberline.api.http.unknown_fields import UNSUPPORTED
 
 _PATH = re.compile(r"(.*?)(?: - at (`key` in )?`\$\.?([^`]*)`)?", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `([^`]+)`")
@@ -23,8 +30,11 @@ _UNITS = {"str": ("character", "characters"), "array": ("entry", "entries")}
 _BOUNDS = {"<=": "at most", ">=": "at least", "<": "less than", ">": "greater than"}
 
 
-def explain(message: str, prefix: str = "") -> tuple[str, str | None]:
-    """The message for a client, and the field that it is about; `prefix` is the path to what was decoded."""
+def explain(message: str, prefix: str = "", kind: Any = None) -> tuple[str, str | None]:
+    """The message for a client, and the field that it is about.
+
+    `prefix` is the path to what was decoded. `kind` is its type: a message about an unknown type of object names those
+    that it has."""
     parts = _PATH.fullmatch(message)
     assert parts is not None
     what, in_keys, path = parts[1], parts[2], _joined(prefix, parts[3] or "")
@@ -32,14 +42,55 @@ def explain(message: str, prefix: str = "") -> tuple[str, str | None]:
         path = _joined(path, missing[1])
         return f"`{path}` is missing", path
     subject = f"`{path}`" if path else "the body"
-    return f"{'a key of ' if in_keys else ''}{subject} {_problem(what, path)}", path or None
+    return f"{'a key of ' if in_keys else ''}{subject} {_problem(what)}{_choices(what, kind, parts[3])}", path or None
 
 
 def _joined(prefix: str, path: str) -> str:
     return prefix + path if not prefix or not path or path.startswith("[") else f"{prefix}.{path}"
 
 
-def _problem(what: str, path: str) -> str:
+@cache
+def _tags(kind: Any, path: str) -> list[str]:
+    """The values that the field at `path` may have where it tells the type of an object; those that are documented."""
+    *names, _ = re.findall(r"\[[^]]*\]|[^.\[\]]+", path)
+    found = list(_documented(inspect.type_info(kind)))
+    for name in names:
+        found = [each for one in found for each in _inside(one, name)]
+    tags = [one.tag for one in found if isinstance(one, inspect.StructType) and isinstance(one.tag, str)]
+    return list(dict.fromkeys(tags))
+
+
+def _inside(kind: inspect.Type, name: str) -> Iterator[inspect.Type]:
+    """The types of a field of an object, or of the elements of a list."""
+    if isinstance(kind, inspect.ListType) and name.startswith("["):
+        yield from _documented(kind.item_type)
+    elif isinstance(kind, inspect.StructType):
+        for field in kind.fields:
+            if field.encode_name == name:
+                yield from _documented(field.type)
+
+
+def _documented(kind: inspect.Type) -> Iterator[inspect.Type]:
+    """The types of a union, or the type itself, except what is in the type only to be refused by name."""
+    if isinstance(kind, inspect.Metadata):
+        if UNSUPPORTED not in (kind.extra_json_schema or {}):
+            yield from _documented(kind.type)
+    elif isinstance(kind, inspect.UnionType):
+        for each in kind.types:
+            yield from _documented(each)
+    else:
+        yield kind
+
+
+def _choices(what: str, kind: Any, path: str | None) -> str:
+    """The end of a message about a type of objects that is not supported; empty for other messages."""
+    if kind is None or not path or not path.endswith(".type") or not _VALUE.fullmatch(what):
+        return ""
+    tags = _tags(kind, path)
+    return f"; it must be one of {', '.join(tags)}" if tags else ""
+
+
+def _problem(what: str) -> str:
     if found := _TYPE.fullmatch(what):
         wanted = [_TYPES.get(name, name) for name in found[1].split(" | ") if name != "null"]
         return f"must be {' or '.join(wanted) or 'null'}, not {_TYPES.get(found[2], found[2])}"
@@ -53,6 +104,5 @@ def _problem(what: str, path: str) -> str:
     if found := _UNKNOWN.fullmatch(what):
         return f"has an unknown field `{found[1]}`"
     if found := _VALUE.fullmatch(what):
-        only_text = "; only text is" if ".content[" in path and path.endswith(".type") else ""
-        return f"has the value {found[1][:200]}, which is not supported{only_text}"
+        return f"has the value {found[1][:200]}, which is not supported"
     return f"is not valid: {what}"

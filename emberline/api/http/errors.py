@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
@@ -13,6 +13,7 @@ HeaderList = list[tuple[bytes, bytes]]
 
 _TOOL = re.compile(r"tools\[(\d+)\](?:\.function)?(.*)")
 _MESSAGE = re.compile(r"messages\[(\d+)\](.*)")
+_PART = re.compile(r"messages\[(\d+)\]\.content\[(\d+)\]")
 _OUTPUT = re.compile(r"output\b(.*)")
 _TEXT = re.compile(r"texts(|\[\d+\])")
 
@@ -77,6 +78,8 @@ class FieldNames:
     tools: Sequence[str] = ()  # of each canonical tool
     schema: str = "parameters"  # a tool's field for its schema
     messages: Sequence[str] = ()  # of each canonical message; empty: the names are the same
+    # The fields of a canonical message's parts, by its number. None, or no entry: they are named like the message.
+    parts: Mapping[int, Sequence[str]] | None = None
     texts: str = "texts"  # to encode
     one_text: bool = False  # the field is a text and no list
 
@@ -88,8 +91,12 @@ class FieldNames:
             return self.output + found[1]
         if (found := _TOOL.fullmatch(param)) and int(found[1]) < len(self.tools):
             return self.tools[int(found[1])] + re.sub(r"^\.parameters\b", f".{self.schema}", found[2])
+        if self.parts and (found := _PART.fullmatch(param)):
+            fields, number = self.parts.get(int(found[1]), ()), int(found[2])
+            if number < len(fields):
+                return fields[number]
         if (found := _MESSAGE.fullmatch(param)) and int(found[1]) < len(self.messages):
-            return self.messages[int(found[1])]  # fields inside a message have no counterpart
+            return self.messages[int(found[1])]  # other fields inside a message have no counterpart
         if found := _TEXT.fullmatch(param):
             return self.texts + ("" if self.one_text else found[1])
         return param

@@ -9,8 +9,8 @@ from emberline import __version__
 from emberline.api.http.errors import CODES, Dialect, UpgradeRequired
 from emberline.api.http.reply_schemas import COMPONENTS, Json, reply_schema
 from emberline.api.http.router import Policy, Route
+from emberline.api.http.unknown_fields import UNSUPPORTED
 
-UNSUPPORTED = "x-unsupported"  # in the schema of a field that is refused: it is left out of the document
 _ACCOUNT = {"type": "string", "pattern": "^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$"}
 _ERROR = {
     "type": "object",

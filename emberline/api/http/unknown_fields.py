@@ -59,6 +59,7 @@ REASONING_FIELDS = (
     *("reasoning_effort", "thinking_token_budget", "thinking", "chat_template_kwargs"),
     *("reasoning.effort", "reasoning.max_tokens", "reasoning.enabled", "output_config.effort"),
 )
+UNSUPPORTED = "x-unsupported"  # in the schema of a field that is refused: it is left out of the document
 READ_AS = "read_as"  # key of a Meta's `extra`: the type that an endpoint converts a field's plain JSON to
 
 log = logging.getLogger(__name__)

@@ -122,7 +122,7 @@ class Wire:
             except msgspec.ValidationError as bad:
                 return convert(small, decoder, bad, {name: self.fields[name] for name in unread})
         except UNREADABLE as bad:
-            raise problem(bad) from None
+            raise problem(bad, decoder.type) from None
         for name in unread:
             setattr(found, name, self.fields[name])
         return found
@@ -161,13 +161,13 @@ def _decode(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
         except msgspec.ValidationError as bad:
             return convert(body, decoder, bad, {})
     except UNREADABLE as bad:
-        raise problem(bad) from None
+        raise problem(bad, decoder.type) from None
 
 
-def problem(bad: Exception) -> BadInput:
-    """Explain to the client why a body cannot be decoded, by one of the UNREADABLE errors."""
+def problem(bad: Exception, kind: Any = None) -> BadInput:
+    """Explain to the client why a body of the type `kind` cannot be decoded, by one of the UNREADABLE errors."""
     if isinstance(bad, msgspec.ValidationError):
-        message, field = explain(str(bad))
+        message, field = explain(str(bad), kind=kind)
         return BadInput(message, param=field)
     if isinstance(bad, UnicodeDecodeError):
         return BadInput(f"the body is not valid UTF-8: {bad.reason} at byte {bad.start}")

@@ -31,7 +31,7 @@ from emberline.api.common.unsupported_fields import (
     refuse_unsupported,
 )
 from emberline.api.http.errors import FieldNames
-from emberline.api.http.openapi import UNSUPPORTED
+from emberline.api.http.unknown_fields import UNSUPPORTED
 from emberline.protocol.errors import BadInput
 from emberline.protocol.request import (
     ContentPart,
@@ -223,7 +223,8 @@ class OllamaChat(TextRequest, kw_only=True):
             tool_choice=found.choice,
             **self.fields(request_id, session),
         )
-        return request, FieldNames(output="format", tools=found.fields)
+        parts = {i: _image_fields(body.images, f"messages[{i}].images") for i, body in enumerate(given) if body.images}
+        return request, FieldNames(output="format", tools=found.fields, parts=parts)
 
 
 class OllamaPrompt(TextRequest, kw_only=True):
@@ -258,6 +259,8 @@ class OllamaPrompt(TextRequest, kw_only=True):
             return GenerateRequest(model=model, prompt=prompt, suffix=self.suffix or None, **fields), names
         system = (Message("system", self.system),) if self.system else ()
         question = _with_images(Message("user", prompt), self.images, "images")
+        if self.images:
+            names = FieldNames(output="format", parts={len(system): _image_fields(self.images, "images")})
         return GenerateRequest(model=model, messages=(*system, question), **fields), names
 
 
@@ -311,6 +314,11 @@ class OllamaPull(msgspec.Struct, kw_only=True):
     name: str = ""
     stream: bool | None = None
     insecure: bool | None = None
+
+
+def _image_fields(images: list[str], field: str) -> list[str]:
+    """The fields of the parts that `_with_images` adds."""
+    return [f"{field}[{number}]" for number in range(len(images))]
 
 
 def _with_images(message: Message, images: list[str] | None, field: str) -> Message:

@@ -1,5 +1,7 @@
 """The input of a Workers AI model, and its conversion to the canonical request."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Any
 
 import msgspec
@@ -70,6 +72,8 @@ class RunRequest(ChatFields, kw_only=True):
         if self.n not in (None, 1):
             raise unsupported("n")
         messages, prompt = self._input()
+        if self.has_image and messages is not None:
+            names = replace(names, parts=self._part_fields(messages))
         request = GenerateRequest(
             api="run",
             id=request_id,
@@ -107,11 +111,22 @@ class RunRequest(ChatFields, kw_only=True):
         if not self.has_image:
             return messages
         image = image_from_array(self.image, "image")
-        at = max((at for at, message in enumerate(messages) if message.role == "user"), default=-1)
+        at = _last_of_user(messages)
         if at < 0:
             raise BadInput("`image` needs a message of the user", param="image")
         asked = msgspec.structs.replace(messages[at], parts=(image, *messages[at].content_parts))
         return (*messages[:at], asked, *messages[at + 1 :])
+
+    def _part_fields(self, messages: Sequence[Message]) -> dict[int, list[str]]:
+        """The fields of the parts of the message that has `image` before its own parts."""
+        at = _last_of_user(messages)
+        own = [f"messages[{at}].content[{number}]" for number in range(len(messages[at].parts) - 1)]
+        return {at: ["image", *(own if self.prompt is None else ["prompt"])]}
+
+
+def _last_of_user(messages: Sequence[Message]) -> int:
+    """Number of the user's last message; -1 if there is none."""
+    return max((at for at, message in enumerate(messages) if message.role == "user"), default=-1)
 
 
 class UniversalRequest(msgspec.Struct):

@@ -18,14 +18,14 @@ from emberline.api.http.sse import named_event
 from emberline.api.http.streaming import Blocks, BlockStream, LastBlock
 from emberline.api.http.wire import decode
 from emberline.api.openai.responses.form import RESPONSE
-from emberline.api.openai.responses.items import Item
+from emberline.api.openai.responses.items import Item, items_decoder, parse_input
 from emberline.api.openai.responses.output import ResponseBuilder, StreamEvent
-from emberline.api.openai.responses.request import ResponsesRequest
+from emberline.api.openai.responses.request import ResponsesRequest, item_fields
 from emberline.jobs.batches.batch import Batch
 from emberline.jobs.queue.job import Job, NewJob
 from emberline.jobs.queue.transcript import TranscriptPart
 from emberline.protocol.complete_response import StoredResponse
-from emberline.protocol.errors import Conflict, NotFound
+from emberline.protocol.errors import Conflict, EmberlineError, NotFound
 from emberline.protocol.events import ChoiceDone
 from emberline.protocol.request import GenerateRequest, SamplingDefaults
 from emberline.service.event_collector import events_of
@@ -178,6 +178,15 @@ async def _blocks(call: HttpExchange, found: BackgroundResponse, after: int) -> 
         found = await _refresh(call, found)
 
 
+def _with_names(found: BackgroundResponse, error: EmberlineError) -> EmberlineError:
+    """The job's error with the client's field names, as the same request has them in the foreground."""
+    if error.param is None:
+        return error
+    items, n_new = items_decoder.decode(found.items), len(parse_input(found.body.input))
+    fields = item_fields(len(items) - n_new, n_new)
+    return found.body.to_request("", items, fields, found.body.parse_tools())[1].rename(error)
+
+
 class BackgroundEvents:
     """The events of one background response from its beginning, each once and in order, and the resulting object."""
 
@@ -226,5 +235,5 @@ class BackgroundEvents:
             builder.response["output"] = builder.items
         else:
             events += builder.close("incomplete")
-            builder.fail(job_error(job))
+            builder.fail(_with_names(found, job_error(job)))
         return [*events, {"type": f"response.{builder.response['status']}", "response": builder.response}]

@@ -40,7 +40,7 @@ from emberline.api.openai.responses.items import (
     with_ids,
 )
 from emberline.api.openai.responses.output import ResponseBuilder, ResponseStream, usage_body
-from emberline.api.openai.responses.request import ResponsesRequest, response_id
+from emberline.api.openai.responses.request import ResponsesRequest, item_fields, response_id
 from emberline.api.openai.responses.unstored import of_connection
 from emberline.protocol.complete_response import MAX_DEPTH, MAX_HISTORY_BYTES, StoredResponse
 from emberline.protocol.errors import BadInput, Conflict, EmberlineError, Internal, NoSuchStream, TooLarge, Unsupported
@@ -214,7 +214,7 @@ async def _prepare(call: HttpExchange, body: ResponsesRequest) -> Turn:
     history = await _history(call, body.previous_response_id)
     past = [item for record in history for item in _items(record)]
     new = with_ids(await _resolve_references(call, parse_input(body.input)), own_id.removeprefix("resp_"))
-    fields = ["previous_response_id"] * len(past) + [f"input[{i}]" for i in range(len(new))]
+    fields = item_fields(len(past), len(new))
     request, call.field_names = body.to_request(call.id, past + new, fields, tools, call.session)
     defaults = call.model_card(body.model).defaults
     builder = ResponseBuilder(body, tools, own_id, created_us // 1_000_000, defaults)

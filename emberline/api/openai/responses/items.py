@@ -172,7 +172,7 @@ def parse_input(given: str | Sequence[dict[str, Any]] | None) -> list[Item | Ite
     try:
         return msgspec.convert(typed, list[Item | ItemReference])
     except msgspec.ValidationError as bad:
-        message, field = explain(str(bad), "input")
+        message, field = explain(str(bad), "input", list[Item | ItemReference])
         raise BadInput(message, param=field) from None
 
 

@@ -37,6 +37,8 @@ from emberline.service.validation import MAX_TOOLS
 ENCRYPTED_REASONING = "reasoning.encrypted_content"
 LOGPROBS = "message.output_text.logprobs"
 
+PAST = "previous_response_id"  # the field that stands for all items of the response that is continued
+
 Json = dict[str, Any]
 
 
@@ -186,7 +188,16 @@ class ResponsesRequest(SamplingFields, kw_only=True):
             template_kwargs=kwargs.given,
             speculation=SpeculationField.setting(self.speculation),
         )
-        names = FieldNames(output="text.format.schema", tools=tools.toolset.fields, messages=message_fields)
+        names = FieldNames(
+            output="text.format.schema",
+            tools=tools.toolset.fields,
+            messages=message_fields,
+            parts={
+                number: [f"{field}.{_content(message)}[{at}]" for at in range(len(message.parts))]
+                for number, (message, field) in enumerate(zip(messages, message_fields, strict=True))
+                if message.parts and field != PAST
+            },
+        )
         return request, names
 
     def initial_body(self, own_id: str, created: int, defaults: SamplingDefaults) -> Json:
@@ -237,6 +248,16 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     def _reasoning(self, kwargs: TemplateKwargs) -> Reasoning:
         effort = self.reasoning.effort if self.reasoning else None
         return Reasoning(enabled=False if effort == "none" else kwargs.thinks, effort=effort)
+
+
+def item_fields(n_past: int, n_new: int) -> list[str]:
+    """The field of each item of a conversation: of those of a continued response, and of those of `input`."""
+    return [PAST] * n_past + [f"input[{number}]" for number in range(n_new)]
+
+
+def _content(message: Message) -> str:
+    """Name of the field in which an item has its parts."""
+    return "output" if message.role == "tool" else "content"
 
 
 def response_id(request_id: str) -> str:

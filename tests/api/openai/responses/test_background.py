@@ -12,8 +12,8 @@ from emberline.api.batch_loader import BatchService
 from emberline.api.http.exchange import RequestLimits
 from emberline.jobs.batches.batch import NewBatch
 from emberline.protocol.complete_response import Answer, AnswerChoice, TextPart
-from emberline.protocol.errors import Unavailable
-from emberline.protocol.events import ChoiceDone, TextDelta, Usage
+from emberline.protocol.errors import BadInput, Unavailable
+from emberline.protocol.events import ChoiceDone, Started, TextDelta, Usage
 from emberline.protocol.request import GenerateRequest, Message, Priority
 from emberline.service.responses import DatabaseResponses
 from emberline.store import SqliteStore
@@ -308,3 +308,20 @@ async def test_flex_does_not_wait(client: httpx.AsyncClient, service: FakeServic
     assert answer.json()["service_tier"] == "default"
     asked = [(request.priority, request.reject_if_busy) for request in service.requests]
     assert asked == [(Priority.FLEX, True), (Priority.DEFAULT, False)]
+
+
+async def test_an_error_names_the_place_that_the_client_knows(
+    client: httpx.AsyncClient, batches: BatchService, service: FakeService
+) -> None:
+    where = "messages[0].content[1]"
+
+    async def refuse(request: GenerateRequest) -> Any:
+        yield Started(Usage())
+        raise BadInput(f"image 1 of the request (`{where}`) cannot be used: no", param=where)
+
+    service.script = refuse
+    parts = [{"type": "input_text", "text": "?"}, {"type": "input_image", "image_url": "https://example.org/a.png"}]
+    response = await made(client, input=[{"role": "user", "content": parts}])
+    await run_all(batches.queue, service)
+    failed = (await client.get(f"/v1/responses/{response['id']}")).json()
+    assert "(`input[0].content[1]`)" in failed["error"]["message"]
