@@ -1,18 +1,27 @@
 """`benchmarks.host_step`: the host's CPU of an engine step, and its comparison with another checkout."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 
 from benchmarks import host_step
 
+MAX_ROUNDS = 30
+
 
 @pytest.mark.parametrize("setting", host_step.SETTINGS)
 def test_a_step_of_every_setting(setting: str) -> None:
-    one, many = (host_step.measure(n, 20, setting) for n in (1, 64))
-    assert 0 < one["thread_us"] < many["thread_us"]
-    assert many["process_us"] > 0
+    """More rows take more time. The least of several rounds counts, as in the benchmark: other work only adds."""
+    one = many = math.inf
+    for _ in range(MAX_ROUNDS):
+        figures, of_many = (host_step.measure(n, 20, setting) for n in (1, 64))
+        one, many = min(one, figures["thread_us"]), min(many, of_many["thread_us"])
+        assert of_many["process_us"] > 0
+        if one < many:
+            break
+    assert 0 < one < many
 
 
 def test_the_least_time_and_its_noise() -> None:
