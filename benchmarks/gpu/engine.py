@@ -16,7 +16,7 @@ from typing import Any
 
 from emberline.protocol import frames
 from emberline.protocol.events import TokenLogprobs
-from emberline.protocol.frames import FrameBuffer, Hello, Refused, Step, Submit, Vocabulary, Welcome
+from emberline.protocol.frames import Abort, FrameBuffer, Hello, Refused, Step, Submit, Vocabulary, Welcome
 from emberline.protocol.request import EngineRequest, SamplingParams, Speculation
 from emberline.protocol.token_ids import pack, unpack
 
@@ -127,6 +127,11 @@ class Client:
         if wrong:
             raise RuntimeError(f"{len(wrong)} requests ended with {wrong[0]}")
         return time.perf_counter() - begin, replies
+
+    def abort_all(self) -> None:
+        """Abort all requests, and wait until they have ended."""
+        self._sock.sendall(frames.encode(Abort([*self.replies])))
+        self.run()
 
     def _receive(self, wait_s: float) -> bool:
         if not select.select([self._sock], [], [], wait_s)[0]:
