@@ -7,7 +7,8 @@ declares those that it supports again. Fields that are in no struct have no effe
 
 from collections.abc import Callable, Mapping
 from functools import cache
-from operator import attrgetter
+from itertools import groupby
+from operator import itemgetter
 from typing import Annotated, Any, NamedTuple, get_args
 
 import msgspec
@@ -139,8 +140,8 @@ def unsupported(field: str, alternative: str | None = None) -> Unsupported:
 def refuse_unsupported(body: msgspec.Struct, prefix: str = "") -> None:
     """Raise for the first unsupported field of `body` that asks for something; `prefix` is the path to `body`, with its
     dot."""
-    values = _unsupported_values(type(body))(body)
-    if values == (None,) * len(values):  # as in nearly every request, of the more than a hundred fields
+    select, absent = _unsupported_values(type(body))
+    if select(msgspec.structs.astuple(body)) == absent:  # as in nearly every request, of the hundreds of fields
         return
     if (found := first_unsupported(body)) is not None:
         raise unsupported(prefix + found.name, found.alternative)
@@ -192,9 +193,18 @@ def _structs_in(annotation: Any) -> list[type[msgspec.Struct]]:
 
 
 @cache
-def _unsupported_values(struct: type[msgspec.Struct]) -> Callable[[msgspec.Struct], tuple[Any, ...]]:
-    names = [field.name for field in _unsupported_fields(struct)]
-    return attrgetter(*names) if len(names) > 1 else lambda body: tuple(getattr(body, name) for name in names)
+def _unsupported_values(struct: type[msgspec.Struct]) -> tuple[Callable[[tuple[Any, ...]], Any], Any]:
+    """A function that selects the unsupported fields among a struct's values, and what it returns if all are absent.
+
+    It selects runs of fields that follow each other: reading hundreds of fields by name takes four times as long."""
+    names = {field.name for field in _unsupported_fields(struct)}
+    runs, start = [slice(0), slice(0)], 0  # at least two: `itemgetter` makes a tuple then
+    for is_unsupported, fields in groupby(struct.__struct_fields__, names.__contains__):
+        end = start + len(list(fields))
+        if is_unsupported:
+            runs.append(slice(start, end))
+        start = end
+    return itemgetter(*runs), tuple((None,) * (run.stop - (run.start or 0)) for run in runs)
 
 
 def _accepted(annotation: Any) -> list[Any] | None:
