@@ -25,6 +25,7 @@ Send = Callable[[Message], Awaitable[None]]
 ASGIApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 DISCONNECTED = "emberline.disconnected"  # key of a future in the scope, which is done once the connection is lost
+BODY_ARRIVED = "emberline.body_arrived"  # key in the scope once the whole body has arrived: `receive` waits no more
 
 log = logging.getLogger(__name__)
 
@@ -301,6 +302,7 @@ class _BoundedProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
+        self.scope[BODY_ARRIVED] = True  # type: ignore[literal-required]
         self.flow.resume_reading()  # paused for a long body: to notice a disconnect
         self._in_body = False
         self._framing_bytes = _BOUNDARY
@@ -330,6 +332,8 @@ class _BoundedProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
+        if cycle.scope["method"] != "HEAD":  # whose responses have no body
+            cycle.transport = _HeadFirst(cycle, self.loop)  # type: ignore[assignment]
         super()._start_asgi_task(cycle, app)
 
     @property
@@ -351,6 +355,40 @@ class _BoundedProtocol(HttpToolsProtocol):
             self.transport.close()
         else:  # the next request of the pipeline may wait for the running one
             self._start_head_timer()
+
+
+class _HeadFirst:
+    """The transport of a response whose head has not been sent: the head goes out in one write with the first bytes of
+    the body, or in the next iteration of the event loop if these take longer."""
+
+    def __init__(self, cycle: RequestResponseCycle, loop: asyncio.AbstractEventLoop) -> None:
+        self._cycle = cycle
+        self._transport = cycle.transport
+        self._loop = loop
+        self._head = b""
+        self.is_closing = self._transport.is_closing
+
+    def write(self, data: bytes) -> None:
+        if self._head:
+            self._send(self._head + data)
+        elif self._cycle.response_started:
+            self._head = data
+            self._loop.call_soon(self._flush)
+        else:  # 100 Continue
+            self._transport.write(data)
+
+    def close(self) -> None:
+        self._flush()
+        self._transport.close()
+
+    def _flush(self) -> None:
+        if self._head and not self._transport.is_closing():
+            self._send(self._head)
+
+    def _send(self, data: bytes) -> None:
+        self._head = b""
+        self._cycle.transport = self._transport
+        self._transport.write(data)
 
 
 def _cancel(timer: asyncio.TimerHandle | None) -> None:

@@ -6,6 +6,7 @@ import os
 import resource
 import signal
 import socket
+import struct
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -15,7 +16,7 @@ import pytest
 
 from emberline.api.http.exchange import RequestLimits
 from emberline.net import http_server as servers
-from emberline.net.http_server import ServerLimits, serve
+from emberline.net.http_server import BODY_ARRIVED, ASGIApp, Receive, Scope, Send, ServerLimits, serve
 from emberline.protocol.events import ChoiceDone, Completed, Started, TextDelta, TextEvent
 from emberline.protocol.request import GenerateRequest
 from tests.api.fake_service import MODEL, USAGE, FakeService, app_of
@@ -310,6 +311,78 @@ def test_pipelined_requests_are_answered_in_turn() -> None:
     with on_loopback(app_of(FakeService())) as server, socket.create_connection(("127.0.0.1", server.port)) as raw:
         raw.sendall(3 * post(CHAT))
         assert read_until(raw, b"[DONE]", 3).count(b"200 OK") == 3
+
+
+GET = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
+START = {"type": "http.response.start", "status": 200, "headers": []}
+
+
+@contextlib.contextmanager
+def connected_to(app: ASGIApp) -> Iterator[socket.socket]:
+    with on_loopback(app) as server, socket.create_connection(("127.0.0.1", server.port)) as raw:
+        raw.settimeout(PATIENCE_S)
+        yield raw
+
+
+def test_a_head_is_sent_with_the_first_bytes_of_its_body() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send(START)
+        await send({"type": "http.response.body", "body": b"first", "more_body": True})
+        await send({"type": "http.response.body", "body": b"last"})
+
+    with connected_to(app) as raw:
+        raw.sendall(GET)
+        read_until(raw, b"0\r\n\r\n")
+        n_segments = struct.unpack_from("I", raw.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 192), 152)
+        assert n_segments == (2,)  # tcpi_data_segs_in
+
+
+def test_a_head_does_not_wait_for_its_body() -> None:
+    release = threading.Event()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send(START)
+        await asyncio.to_thread(release.wait, PATIENCE_S)
+        await send({"type": "http.response.body", "body": b"late"})
+
+    with connected_to(app) as raw:
+        raw.sendall(GET)
+        head = read_until(raw, b"\r\n\r\n")
+        release.set()
+        assert head.startswith(b"HTTP/1.1 200 OK\r\n")
+        assert b"late" not in head
+        assert b"late" in read_until(raw, b"0\r\n\r\n")
+
+
+def test_a_failure_after_the_head_leaves_the_head() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send(START)
+        raise RuntimeError("no body")
+
+    with connected_to(app) as raw:
+        raw.sendall(GET)
+        assert read_until(raw, b"\r\n\r\n").startswith(b"HTTP/1.1 200 OK\r\n")
+        assert raw.recv(1) == b""
+
+
+def test_the_scope_tells_when_the_body_has_arrived() -> None:
+    has_arrived: list[bool] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        has_arrived.append(BODY_ARRIVED in scope)
+        while (await receive())["more_body"]:
+            has_arrived.append(BODY_ARRIVED in scope)
+        has_arrived.append(BODY_ARRIVED in scope)
+        await send(START)
+        await send({"type": "http.response.body", "body": b""})
+
+    request = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 4\r\n\r\nab"
+    with connected_to(app) as raw:
+        raw.sendall(request)
+        wait_for(lambda: len(has_arrived) == 2)
+        raw.sendall(b"cd")
+        read_until(raw, b"0\r\n\r\n")
+        assert has_arrived == [False, False, True]
 
 
 def test_too_many_pipelined_requests() -> None:
