@@ -1,11 +1,15 @@
 """Byte planes of numbers: the highest byte of each, which holds a float's exponent, apart from the bytes below.
 
 Each number is rotated left by one bit first, so that BF16 and F32 have all 8 bits of their exponent in the highest
-byte, and the sign in the lowest. The C kernel and its numpy twin also return a checksum of the numbers' bytes.
+byte, and the sign in the lowest. The C kernels and their numpy twins also return a checksum of the numbers' bytes.
+
+`decode_blocks` decodes many blocks of a compressed tensor in one call, during which other threads can run Python.
 """
 
 import ctypes
 import logging
+import threading
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -32,6 +36,24 @@ class Planes(NamedTuple):
     checksum: Checksum
 
 
+class StoredPlanes(NamedTuple):
+    """Memory with some of the planes of a compressed tensor, and where in the planes it begins, in bytes."""
+
+    coded: Bytes
+    rest: Bytes
+    coded_from: int = 0
+    rest_from: int = 0
+
+
+class Rectangle(NamedTuple):
+    """Rows top .. bottom - 1 and columns left .. right - 1 of a matrix."""
+
+    top: int
+    bottom: int
+    left: int
+    right: int
+
+
 def split_planes(numbers: Bytes, width: int) -> Planes:
     """Split contiguous numbers of `width` bytes: 1, 2 or 4."""
     library = _library()
@@ -43,22 +65,51 @@ def split_planes(numbers: Bytes, width: int) -> Planes:
     return Planes(top, rest, Checksum(*sums))
 
 
-def join_planes(top: Bytes, rest: Bytes, width: int, into: Bytes | None = None) -> tuple[Bytes, Checksum]:
-    """The bytes of the numbers, [n * width], and their checksum.
+def join_planes(top: Bytes, rest: Bytes, width: int) -> tuple[Bytes, Checksum]:
+    """The bytes of the numbers, [n * width], and their checksum."""
+    library = _library()
+    if library is None:
+        return join_planes_reference(top, rest, width)
+    out, sums = np.empty(top.size * width, np.uint8), (ctypes.c_uint64 * 2)()
+    library.em_join_planes(top.ctypes.data, rest.ctypes.data, 1, top.size, width, out.ctypes.data, 0, sums)
+    return out, Checksum(*sums)
 
-    into: memory for the bytes, [rows, columns * width]; rows may be apart from each other. It is returned then.
+
+class _Scratch(threading.local):
+    """Memory in which a thread decodes blocks."""
+
+    def __init__(self, n_bytes: int) -> None:
+        self.memory = np.empty(n_bytes, np.uint8)
+
+
+@cache
+def _scratch() -> _Scratch:
+    return _Scratch(_library().em_block_scratch_bytes())
+
+
+def decode_blocks(
+    planes: StoredPlanes, table: NDArray[np.uint64], blocks: Sequence[int], grid: tuple[int, int, int, int],
+    part: Rectangle, width: int, into: Bytes,
+) -> int:  # fmt: skip
+    """Decode some blocks of a matrix, and copy what they hold of `part` into its bytes, [rows, columns * width].
+
+    table: [n_blocks, 3], of each block where it ends in the coded plane, and its checksum. grid: rows and columns of
+    the matrix and of a block. Returns how many blocks were decoded, in order. The next one, if there is one, is damaged
+    or coded in a way that the C kernel does not read. Without the kernels that is the first.
     """
-    out = np.empty((1, top.size * width), np.uint8) if into is None else into
-    library, (rows, row_bytes) = _library(), out.shape
-    if library is None or (rows > 1 and row_bytes % 8):
-        numbers, checksum = join_planes_reference(top, rest, width)
-        out[:] = numbers.reshape(out.shape)
-    else:
-        sums = (ctypes.c_uint64 * 2)()
-        n, stride = row_bytes // width, out.strides[0]
-        library.em_join_planes(top.ctypes.data, rest.ctypes.data, rows, n, width, out.ctypes.data, stride, sums)
-        checksum = Checksum(*sums)
-    return (out[0] if into is None else out), checksum
+    library = _library()
+    if library is None:
+        return 0
+    coded, rest, coded_from, rest_from = planes
+    done: int = library.em_decode_blocks(
+        coded.ctypes.data, coded_from, rest.ctypes.data, rest_from, table.ctypes.data, _int64s(blocks), len(blocks),
+        _int64s(grid), _int64s(part), width, into.ctypes.data, into.strides[0], _scratch().memory.ctypes.data,
+    )  # fmt: skip
+    return done
+
+
+def _int64s(numbers: Sequence[int]) -> Any:
+    return (ctypes.c_int64 * len(numbers))(*numbers)
 
 
 @cache
@@ -72,6 +123,11 @@ def _library() -> Any:
             function.restype = None
         library.em_split_planes.argtypes = [pointer, number, ctypes.c_int32, pointer, pointer, sums]
         library.em_join_planes.argtypes = [pointer, pointer, number, number, ctypes.c_int32, pointer, number, sums]
+        library.em_block_scratch_bytes.restype = library.em_decode_blocks.restype = number
+        library.em_decode_blocks.argtypes = [
+            pointer, number, pointer, number, pointer, pointer, number, pointer, pointer, ctypes.c_int32, pointer,
+            number, pointer,
+        ]  # fmt: skip
     except (BuildError, OSError, AttributeError) as error:
         _log.warning("%s; compressed weights are decoded by numpy, which is slower", error)
         return None
@@ -88,7 +144,7 @@ def split_planes_reference(numbers: Bytes, width: int) -> Planes:
         return Planes(numbers.copy(), np.empty(0, np.uint8), checksum)
     words = numbers.view(f"<u{width}")
     rotated = (words << 1 | words >> (8 * width - 1)).view(np.uint8).reshape(-1, width)
-    return Planes(rotated[:, -1].copy(), rotated[:, :-1].reshape(-1), checksum)
+    return Planes(rotated[:, -1].copy(), rotated[:, :-1].copy().reshape(-1), checksum)
 
 
 def join_planes_reference(top: Bytes, rest: Bytes, width: int) -> tuple[Bytes, Checksum]:

@@ -1,11 +1,12 @@
 """Loading weights to a device at the drive's speed: threads read pieces of files and copy them while others read.
 
 A tensor whose dtype and order match the file goes from the drive through pinned memory to the device. It is read with
-O_DIRECT, unless its bytes are in the page cache or were read ahead. A losslessly compressed one is decoded into that
-memory. Other tensors are converted on the host first, by
-the same threads.
+O_DIRECT, unless its bytes are in the page cache or were read ahead. A losslessly compressed one is read in the same
+ways into memory of the thread, which decodes it into the pinned memory. Other tensors are converted on the host first,
+by the same threads.
 """
 
+import mmap
 import os
 import threading
 from collections.abc import Callable
@@ -15,13 +16,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from emberline.weights.lossless_tensor import LosslessRows
+from emberline.weights.lossless_tensor import LosslessRows, PlaneBytes
 from emberline.weights.model_config import BadCheckpoint
 from emberline.weights.readahead import ReadAhead, resident
-from emberline.weights.tensors import Weight
+from emberline.weights.tensors import Bytes, FileLocation, Weight
 
 PIECE_BYTES = 16 << 20
 N_THREADS = 8
@@ -29,16 +31,54 @@ _ALIGNED = 4096  # alignment of O_DIRECT reads
 _DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "u8": torch.uint8}
 
 
-class FilePiece(NamedTuple):
+class FileBytes(NamedTuple):
     path: Path
     offset: int
+    n: int
+
+
+class FilePiece(NamedTuple):
+    location: FileLocation
     mapped: int  # address of the same bytes in the memory-mapped file
     target: Tensor  # uint8, contiguous
+
+    @property
+    def stored(self) -> list[FileBytes]:
+        return [FileBytes(*self.location, self.target.nbytes)]
+
+    def run(self, reader: "_Reader") -> None:
+        reader.copy(self)
 
 
 class CodedPiece(NamedTuple):
     rows: LosslessRows
     target: Tensor  # uint8, contiguous
+
+    @property
+    def stored(self) -> list[FileBytes]:
+        return _stored(self.rows)
+
+    def run(self, reader: "_Reader") -> None:
+        reader.decode(self)
+
+
+class HostPiece(NamedTuple):
+    """A weight that is converted on the host, or handed over there."""
+
+    weight: Weight
+    run: "Callable[[_Reader], None]"
+
+    @property
+    def stored(self) -> list[FileBytes]:
+        raw = self.weight.raw
+        return _stored(raw) if isinstance(raw, LosslessRows) and self.weight.order is None else []
+
+
+Piece = FilePiece | CodedPiece | HostPiece
+
+
+def _stored(rows: LosslessRows) -> list[FileBytes]:
+    return [FileBytes(each.path, each.offset, each.mapped.nbytes) for each in rows.stored() if each.mapped.nbytes]
 
 
 class WeightLoader:
@@ -47,10 +87,7 @@ class WeightLoader:
     def __init__(self, device: torch.device | str, read_ahead: ReadAhead | None = None) -> None:
         self._device = torch.device(device)
         self._read_ahead = read_ahead
-        self._pieces: list[FilePiece] = []
-        self._coded: list[CodedPiece] = []
-        self._conversions: list[tuple[Weight, Tensor]] = []
-        self._consumed: list[tuple[Weight, Callable[[Tensor], None]]] = []
+        self._pieces: list[Piece] = []
         self._pool: ThreadPoolExecutor | None = None
         self._reading: list[Future[None]] = []
         self._readers: list[_Reader] = []
@@ -65,24 +102,25 @@ class WeightLoader:
             self._fill_coded(weight.raw, target)
             return
         if not as_is or weight.location is None:
-            self._conversions.append((weight, target))
+            self._pieces.append(HostPiece(weight, lambda reader: reader.convert(weight, target)))
             return
         assert target.nbytes == weight.raw.nbytes, f"{weight.name} does not fit its tensor"
         flat = target.view(-1).view(torch.uint8)
         for start in range(0, flat.numel(), PIECE_BYTES):
             piece = flat[start : start + PIECE_BYTES]
             mapped = weight.raw.ctypes.data + start
-            self._pieces.append(FilePiece(weight.location.path, weight.location.offset + start, mapped, piece))
+            location = FileLocation(weight.location.path, weight.location.offset + start)
+            self._pieces.append(FilePiece(location, mapped, piece))
 
     def _fill_coded(self, rows: LosslessRows, target: Tensor) -> None:
         flat, start = target.view(-1).view(torch.uint8), 0
         for part in rows.pieces(PIECE_BYTES):
-            self._coded.append(CodedPiece(part, flat[start : start + part.nbytes]))
+            self._pieces.append(CodedPiece(part, flat[start : start + part.nbytes]))
             start += part.nbytes
 
     def read(self, weight: Weight, consume: Callable[[Tensor], None]) -> None:
         """Schedule a BF16 weight to be read and handed to `consume` on the host, on the stream of the thread."""
-        self._consumed.append((weight, consume))
+        self._pieces.append(HostPiece(weight, lambda reader: reader.hand_over(weight, consume)))
 
     def then(self, action: Callable[[], None]) -> None:
         """Call `action` when everything is read, on the thread that calls `finish`: to rearrange what was read."""
@@ -92,35 +130,36 @@ class WeightLoader:
         """Start reading everything scheduled, on threads."""
         if self._read_ahead is not None:
             self._read_ahead.stop()
-        pieces = self._in_order()
-        jobs: list[Callable[[_Reader], None]] = [lambda reader, p=piece: reader.copy(p) for piece in pieces]  # type: ignore[misc]
-        jobs += [lambda reader, p=piece: reader.decode(p) for piece in self._coded]  # type: ignore[misc]
-        jobs += [lambda reader, w=weight, t=target: reader.convert(w, t) for weight, target in self._conversions]  # type: ignore[misc]
-        jobs += [lambda reader, w=weight, c=consume: reader.hand_over(w, c) for weight, consume in self._consumed]  # type: ignore[misc]
-        targets = [piece.target for piece in pieces] + [piece.target for piece in self._coded]
-        self._n_bytes = sum(target.nbytes for target in targets)
-        self._coded = []
-        self._pieces, self._conversions, self._consumed = [], [], []
+        pieces, self._pieces = self._in_order(), []
+        self._n_bytes = sum(piece.target.nbytes for piece in pieces if not isinstance(piece, HostPiece))
         local = threading.local()
 
-        def run(job: Callable[[_Reader], None]) -> None:
+        def run(piece: Piece) -> None:
             if not hasattr(local, "reader"):
                 local.reader = _Reader(self._device, self._read_ahead)
                 self._readers.append(local.reader)
-            job(local.reader)
+            piece.run(local.reader)
 
         self._pool = ThreadPoolExecutor(N_THREADS, "weights")
-        self._reading = [self._pool.submit(run, job) for job in jobs]
+        self._reading = [self._pool.submit(run, piece) for piece in pieces]
 
-    def _in_order(self) -> list[FilePiece]:
-        """By file and offset, but those that were read ahead evenly among the others, so that the drive never waits."""
-        ahead: list[FilePiece] = []
-        others: list[FilePiece] = []
-        for piece in sorted(self._pieces, key=lambda piece: (piece.path, piece.offset)):
-            read = self._read_ahead is not None and self._read_ahead.expect(*piece[:2], piece.target.nbytes)
-            (ahead if read else others).append(piece)
+    def _in_order(self) -> list[Piece]:
+        """By file and offset, but those that were read ahead evenly among the others, so that the drive never waits.
+        Pieces that are not read by their place in a file come last."""
+        located = [(piece.stored, piece) for piece in self._pieces]
+        ahead: list[Piece] = []
+        others: list[Piece] = []
+        for stored, piece in sorted((each for each in located if each[0]), key=lambda each: each[0][0]):
+            (ahead if self._expect(stored) else others).append(piece)
         place = {id(piece): (n + 0.5) / len(part) for part in (ahead, others) for n, piece in enumerate(part)}
-        return sorted(ahead + others, key=lambda piece: place[id(piece)])
+        return sorted(ahead + others, key=lambda piece: place[id(piece)]) + [piece for at, piece in located if not at]
+
+    def _expect(self, stored: list[FileBytes]) -> bool:
+        """True if all these bytes were read ahead. Those that were are kept until they are copied."""
+        if self._read_ahead is None:
+            return False
+        found = [self._read_ahead.expect(*each) for each in stored]
+        return all(found)
 
     def __enter__(self) -> "WeightLoader":
         return self
@@ -152,7 +191,8 @@ class WeightLoader:
 
 
 class _Reader:
-    """One thread's open files, CUDA stream and two buffers: one is filled while the other is copied to the device."""
+    """One thread's open files, CUDA stream and two buffers: one is filled while the other is copied to the device.
+    Planes of compressed tensors are read into buffers of their own."""
 
     def __init__(self, device: torch.device, read_ahead: ReadAhead | None) -> None:
         self._read_ahead = read_ahead
@@ -161,6 +201,7 @@ class _Reader:
         self._buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=self._cuda) for _ in range(2)]
         self._stream: Any = torch.cuda.Stream(device) if self._cuda else None  # type: ignore[no-untyped-call]
         self._copied: list[Any] = [None, None]
+        self._plane_buffers: dict[bool, Bytes] = {}
         self._files: dict[Path, _File] = {}
         self._turn = 0
 
@@ -174,23 +215,45 @@ class _Reader:
     def decode(self, piece: CodedPiece) -> None:
         n = piece.target.nbytes
         if n > PIECE_BYTES:  # a row that is longer than a buffer
-            self._send(torch.from_numpy(piece.rows.read().reshape(-1)), piece.target, pinned=False)
+            rows = piece.rows.read(read=self._read_plane).reshape(-1)
+            self._send(torch.from_numpy(rows), piece.target, pinned=False)
             return
         buffer = self._next_buffer()
-        piece.rows.read(buffer[:n].numpy())
+        piece.rows.read(buffer[:n].numpy(), self._read_plane)
         self._send(buffer[:n], piece.target)
 
+    def _read_plane(self, plane: PlaneBytes) -> Bytes:
+        n = plane.mapped.nbytes
+        if not n:
+            return plane.mapped
+        buffer = self._plane_buffers.get(plane.is_coded)
+        if buffer is None or buffer.nbytes < n + 2 * _ALIGNED:
+            memory = mmap.mmap(-1, n + n // 4 + 2 * _ALIGNED)  # is aligned; the next ones may be a little longer
+            buffer = self._plane_buffers[plane.is_coded] = np.frombuffer(memory, np.uint8)
+        skip = self._read(FileBytes(plane.path, plane.offset, n), plane.mapped.ctypes.data, buffer)
+        return buffer[skip : skip + n]
+
+    def _read(self, stored: FileBytes, mapped: int, buffer: Bytes) -> int:
+        """Read some bytes of a file; returns where they begin in the buffer."""
+        path, offset, n = stored
+        if self._read_ahead is not None and self._read_ahead.copy(path, offset, buffer[:n]):
+            return 0
+        if path not in self._files:
+            self._files[path] = _File(path)
+        return self._files[path].read(offset, n, buffer, cached=resident(mapped, n))
+
     def copy(self, piece: FilePiece) -> None:
-        buffer = self._next_buffer()
-        skip, n = 0, piece.target.nbytes
-        if self._read_ahead is None or not self._read_ahead.copy(piece.path, piece.offset, buffer[:n].numpy()):
-            if piece.path not in self._files:
-                self._files[piece.path] = _File(piece.path)
-            skip = self._files[piece.path].read(piece.offset, n, buffer, cached=resident(piece.mapped, n))
+        buffer, n = self._next_buffer(), piece.target.nbytes
+        skip = self._read(FileBytes(*piece.location, n), piece.mapped, buffer.numpy())
         self._send(buffer[skip : skip + n], piece.target)
 
+    def _numbers(self, weight: Weight, dtype: torch.dtype) -> Tensor:
+        if isinstance(weight.raw, LosslessRows) and weight.order is None:
+            weight = replace(weight, raw=weight.raw.read(read=self._read_plane))
+        return weight.tensor(dtype, "cpu")
+
     def convert(self, weight: Weight, target: Tensor) -> None:
-        numbers = weight.tensor(target.dtype, "cpu")
+        numbers = self._numbers(weight, target.dtype)
         if self._cuda:
             with torch.cuda.stream(self._stream):
                 target.copy_(numbers)
@@ -199,7 +262,7 @@ class _Reader:
             target.copy_(numbers)
 
     def hand_over(self, weight: Weight, consume: Callable[[Tensor], None]) -> None:
-        numbers = weight.tensor(torch.bfloat16, "cpu")
+        numbers = self._numbers(weight, torch.bfloat16)
         if not self._cuda:
             consume(numbers)
             return
@@ -234,11 +297,11 @@ class _File:
         with suppress(OSError, AttributeError):  # not supported by every file system or platform
             self._direct = os.open(path, os.O_RDONLY | os.O_DIRECT)
 
-    def read(self, offset: int, n: int, buffer: Tensor, cached: bool) -> int:
+    def read(self, offset: int, n: int, buffer: Bytes, cached: bool) -> int:
         """Read n bytes from `offset`, widened to aligned bounds; returns where they begin in the buffer."""
         start = offset - offset % _ALIGNED
         skip = offset - start
-        view = memoryview(buffer.numpy())  # type: ignore[arg-type]
+        view = buffer.data
         end, have = skip + n, 0
         if self._direct is not None and not cached:
             have = self._read(self._direct, view, start, have, -(-end // _ALIGNED) * _ALIGNED, end)

@@ -95,13 +95,8 @@ def encode_block(numbers: Bytes, width: int) -> CodedBlock:
     return CodedBlock(coded, planes.rest, planes.checksum)
 
 
-def decode_block(
-    coded: Bytes, rest: Bytes, n: int, width: int, checksum: Checksum, into: Bytes | None = None
-) -> Bytes:  # fmt: skip
-    """The bytes of `n` numbers; into: memory for them, as `join_planes` takes it.
-
-    Raises ValueError if they are not those that were coded.
-    """
+def decode_block(coded: Bytes, rest: Bytes, n: int, width: int, checksum: Checksum) -> Bytes:
+    """The bytes of `n` numbers. Raises ValueError if they are not those that were coded."""
     codec = _codec()
     try:
         if codec.frame_content_size(coded.data) != n:  # checked first: the decoder allocates what the frame asks for
@@ -111,7 +106,7 @@ def decode_block(
         raise ValueError(f"its exponents cannot be decoded ({error})") from None
     if len(top) != n:
         raise ValueError("its exponents are not those of this block")
-    numbers, found = join_planes(top, rest, width, into)
+    numbers, found = join_planes(top, rest, width)
     if found != checksum:
         raise ValueError("its numbers differ from their checksum")
     return numbers

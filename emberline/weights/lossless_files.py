@@ -117,6 +117,10 @@ class LosslessFile:
             self.format = msgspec.json.decode(text, type=FileFormat)
         except msgspec.MsgspecError as error:
             raise BadCheckpoint(f"{file.path.name} is not a compressed file of this format: {error}") from None
+        for key, tensor in file.tensors.items():  # so that the drive reads them at once, and not one after the other
+            n_bytes = tensor.data_offsets[1] - tensor.data_offsets[0]
+            if key.endswith(BLOCKS) or n_bytes <= SMALL_BYTES:
+                file.will_need(tensor, 0, n_bytes)
         self.coded = {name: self._coded(name, entry) for name, entry in self.format.tensors.items() if entry.block}
         self.tensors = {name: SafeTensor(each.dtype, each.shape, (0, 0)) for name, each in self.format.tensors.items()}
         for name, entry in self.format.tensors.items():
@@ -182,7 +186,10 @@ class LosslessFile:
             end = grid.preceding(last) + grid.size(last)
             self.stored.will_need(planes[1], grid.preceding(first) * (width - 1), end * (width - 1))
 
-        found = LosslessTensor(name, self.path.name, entry.dtype, grid, coded, rest, blocks, will_need)
+        coded_at, rest_at = (self.stored.offset_of(plane) for plane in planes)
+        found = LosslessTensor(
+            name, self.path, entry.dtype, grid, coded, rest, coded_at, rest_at, blocks, will_need
+        )  # fmt: skip
         found.check()
         return found
 

@@ -1,21 +1,26 @@
 """A losslessly compressed tensor of a file, and the rows of it that a reader asks for, decoded when they are read."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from emberline.kernels.byte_planes import Checksum
+from emberline.kernels.byte_planes import Checksum, Rectangle, StoredPlanes, decode_blocks
 from emberline.weights.lossless_blocks import WIDTHS, Grid, decode_block
 from emberline.weights.model_config import BadCheckpoint
 from emberline.weights.tensors import Bytes, Shape
 
-MAX_THREADS = 8
+MAX_THREADS = 16
+_BLOCKS_PER_CALL = 16  # some 2 ms
+
+# Returns memory with some bytes of a file, which stays as it is until the next bytes of that plane are asked for.
+ReadPlane = Callable[["PlaneBytes"], Bytes]
 
 
 @cache
@@ -31,16 +36,35 @@ def decoding_threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(n_threads(), "lossless")
 
 
+class PlaneBytes(NamedTuple):
+    """Some bytes of a plane."""
+
+    path: Path
+    offset: int  # of the first, in the file
+    mapped: Bytes  # the same bytes in the mapped file
+    is_coded: bool
+
+
+class Span(NamedTuple):
+    """Blocks that follow each other in the planes, and their bytes."""
+
+    blocks: range
+    coded: PlaneBytes
+    rest: PlaneBytes
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class LosslessTensor:
     """The planes of a compressed tensor, as views of the mapped file."""
 
     name: str
-    where: str  # the file's name, for messages
+    path: Path
     dtype: str  # as safetensors call it
     grid: Grid
     coded: Bytes
     rest: Bytes
+    coded_at: int  # offset of `coded` in the file
+    rest_at: int
     blocks: NDArray[np.uint64]  # [n_blocks, 3]: end in `coded`, and both parts of the checksum
     will_need: Callable[[int, int], None]  # (first block, last block): have their bytes read ahead
 
@@ -55,7 +79,8 @@ class LosslessTensor:
 
     def damage(self, why: str) -> BadCheckpoint:
         return BadCheckpoint(
-            f"{self.where}: tensor {self.name!r} is damaged: {why}. Copy the file again, or compress the model again"
+            f"{self.path.name}: tensor {self.name!r} is damaged: {why}. Copy the file again, or compress the model"
+            " again"
         )
 
     @property
@@ -66,55 +91,77 @@ class LosslessTensor:
     def stored_bytes(self) -> int:
         return self.coded.nbytes + self.rest.nbytes + self.blocks.nbytes
 
-    def block(self, number: int, into: Bytes | None = None) -> Bytes:
-        """The bytes of a block's numbers, [rows, columns * width], checked; into: memory for them."""
-        n, before = self.grid.size(number), self.grid.preceding(number) * (self.width - 1)
-        start = int(self.blocks[number - 1, 0]) if number else 0
-        end, total, running = map(int, self.blocks[number])
+    def _bounds(self, first: int, last: int) -> tuple[int, int, int, int]:
+        """Where the blocks first .. last begin and end in `coded`, and in `rest`."""
+        start = int(self.blocks[first - 1, 0]) if first else 0
+        before, end = self.grid.preceding(first), self.grid.preceding(last) + self.grid.size(last)
+        return start, int(self.blocks[last, 0]), before * (self.width - 1), end * (self.width - 1)
+
+    def block(self, number: int, planes: StoredPlanes | None = None) -> Bytes:
+        """The bytes of a block's numbers, [rows, columns * width], checked, decoded by zstd."""
+        start, end, rest_start, rest_end = self._bounds(number, number)
+        coded, rest, coded_from, rest_from = planes or StoredPlanes(self.coded, self.rest)
+        _, total, running = map(int, self.blocks[number])
         try:
             numbers = decode_block(
-                self.coded[start:end], self.rest[before : before + n * (self.width - 1)], n, self.width,
-                Checksum(total, running), into,
+                coded[start - coded_from : end - coded_from], rest[rest_start - rest_from : rest_end - rest_from],
+                self.grid.size(number), self.width, Checksum(total, running),
             )  # fmt: skip
         except ValueError as error:
             raise self.damage(f"block {number}: {error}") from None
         rows, _ = self.grid.place(number)
         return numbers.reshape(rows.stop - rows.start, -1)
 
-    def decode(self, rows: slice, columns: slice, into: Bytes | None = None) -> Bytes:
-        """The bytes of a rectangle of numbers, [rows, columns * width]; into: memory for them."""
-        width, numbers = self.width, self.grid.covering(rows, columns)
-        shape = (rows.stop - rows.start, (columns.stop - columns.start) * width)
+    def spans(self, rows: slice, columns: slice) -> Iterator[Span]:
+        """The blocks that hold a rectangle of numbers, and where they are in the file."""
+        numbers = self.grid.covering(rows, columns)
+        ends = [n for n in range(1, len(numbers) + 1) if n == len(numbers) or numbers[n] != numbers[n - 1] + 1]
+        for first, end in zip([0, *ends], ends, strict=False):
+            a, b, c, d = self._bounds(numbers[first], numbers[end - 1])
+            coded = PlaneBytes(self.path, self.coded_at + a, self.coded[a:b], True)
+            rest = PlaneBytes(self.path, self.rest_at + c, self.rest[c:d], False)
+            yield Span(range(numbers[first], numbers[end - 1] + 1), coded, rest)
+
+    def decode(self, rows: slice, columns: slice, into: Bytes | None = None, read: ReadPlane | None = None) -> Bytes:
+        """The bytes of a rectangle of numbers, [rows, columns * width].
+
+        into: contiguous memory for them. read: reads the planes' bytes from the file; everything is then decoded on
+        the calling thread. Without it, threads decode from the mapped file.
+        """
+        shape = (rows.stop - rows.start, (columns.stop - columns.start) * self.width)
         out = np.empty(shape, np.uint8) if into is None else into.reshape(shape)
+        part = Rectangle(rows.start, rows.stop, columns.start, columns.stop)
+        if read is not None:
+            for blocks, coded, rest in self.spans(rows, columns):
+                planes = StoredPlanes(read(coded), read(rest), coded.offset - self.coded_at, rest.offset - self.rest_at)
+                self._decode(planes, blocks, part, out)
+            return out
+        numbers, mapped = self.grid.covering(rows, columns), StoredPlanes(self.coded, self.rest)
         if numbers:
             self.will_need(numbers[0], numbers[-1])
-
-        def copy(number: int) -> None:
-            in_rows, in_columns = self.grid.place(number)
-            top, bottom = max(rows.start, in_rows.start), min(rows.stop, in_rows.stop)
-            left, right = max(columns.start, in_columns.start), min(columns.stop, in_columns.stop)
-            target = out[
-                top - rows.start : bottom - rows.start, (left - columns.start) * width : (right - columns.start) * width
-            ]
-            if in_rows == slice(top, bottom) and in_columns == slice(left, right):
-                self.block(number, target)
-                return
-            target[:] = self.block(number)[
-                top - in_rows.start : bottom - in_rows.start,
-                (left - in_columns.start) * width : (right - in_columns.start) * width,
-            ]
-
-        def copy_all(some: list[int]) -> None:
-            for number in some:
-                copy(number)
-
-        n_jobs = min(n_threads(), len(numbers))
-        if n_jobs < 2:
-            copy_all(numbers)
-        else:
-            for _ in decoding_threads().map(copy_all, [numbers[first::n_jobs] for first in range(n_jobs)]):
-                pass
+        size = min(_BLOCKS_PER_CALL, -(-len(numbers) // n_threads()))
+        jobs = [numbers[first : first + size] for first in range(0, len(numbers), max(1, size))]
+        decode = decoding_threads().map if len(jobs) > 1 else map
+        for _ in decode(lambda some: self._decode(mapped, some, part, out), jobs):
+            pass
         return out
+
+    def _decode(self, planes: StoredPlanes, blocks: Sequence[int], part: Rectangle, out: Bytes) -> None:
+        """Decode blocks on this thread; those that the C kernel does not read by zstd, which knows what is wrong."""
+        done = 0
+        while done < len(blocks):
+            done += decode_blocks(planes, self.blocks, blocks[done:], self.grid, part, self.width, out)
+            if done < len(blocks):
+                self._copy(blocks[done], planes, part, out)
+                done += 1
+
+    def _copy(self, number: int, planes: StoredPlanes, part: Rectangle, out: Bytes) -> None:
+        rows, columns = self.grid.place(number)
+        top, bottom = max(part.top, rows.start), min(part.bottom, rows.stop)
+        left, right, width = max(part.left, columns.start), min(part.right, columns.stop), self.width
+        out[top - part.top : bottom - part.top, (left - part.left) * width : (right - part.left) * width] = self.block(
+            number, planes
+        )[top - rows.start : bottom - rows.start, (left - columns.start) * width : (right - columns.start) * width]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -153,9 +200,14 @@ class LosslessRows:
         """When decoded."""
         return len(self) * self.row_bytes
 
-    def read(self, into: Bytes | None = None) -> Bytes:
-        """Decode the rows; into: contiguous memory for their bytes."""
-        return self.tensor.decode(self.rows, self.columns, into).reshape(self.shape)
+    def read(self, into: Bytes | None = None, read: ReadPlane | None = None) -> Bytes:
+        """Decode the rows; into, read: as `LosslessTensor.decode` takes them."""
+        return self.tensor.decode(self.rows, self.columns, into, read).reshape(self.shape)
+
+    def stored(self) -> Iterator[PlaneBytes]:
+        """The bytes of the file that hold the rows, in the order in which `read` reads them."""
+        for span in self.tensor.spans(self.rows, self.columns):
+            yield from (span.coded, span.rest)
 
     def pieces(self, n_bytes: int) -> "Iterator[LosslessRows]":
         """The rows in parts of up to `n_bytes`, divided between blocks where they begin at one."""

@@ -53,9 +53,7 @@ N_THREADS = 6
 class ReadAhead:
     """Threads that read files front to back, in pieces of PIECE_BYTES, until stopped or at the memory limit."""
 
-    def __init__(self, paths: Iterable[Path], limit_bytes: int, keep: bool = True) -> None:
-        """keep: in private memory, for `WeightLoader`; otherwise in the page cache, for files that are decoded."""
-        self._keep = keep
+    def __init__(self, paths: Iterable[Path], limit_bytes: int) -> None:
         self._todo = iter(_pieces(paths, limit_bytes))
         self._done: dict[tuple[Path, int], tuple[mmap.mmap, int]] = {}  # a piece's memory, and its length
         self._expected: Counter[tuple[Path, int]] = Counter()  # copies to come from each piece
@@ -131,10 +129,7 @@ class ReadAhead:
                     return
                 path, offset = piece
                 if path not in opened:
-                    opened[path] = os.open(path, os.O_RDONLY | (os.O_DIRECT if self._keep else 0))
-                if not self._keep:
-                    os.pread(opened[path], PIECE_BYTES, offset)
-                    continue
+                    opened[path] = os.open(path, os.O_RDONLY | os.O_DIRECT)
                 memory = mmap.mmap(-1, PIECE_BYTES)
                 with suppress(OSError, AttributeError):
                     memory.madvise(mmap.MADV_HUGEPAGE)

@@ -326,7 +326,9 @@ class Weight:
             "u8": torch.uint8,
         }.get(self.kind)  # fmt: skip
         if same is not None and not self.shift:
-            plain = np.array(self._rows(), order="C")  # a copy: torch wants writable memory of its own
+            # Torch wants writable memory of its own: compressed rows were decoded into such memory.
+            rows = self._rows()
+            plain = np.array(rows, order="C") if isinstance(self.raw, np.ndarray) else np.ascontiguousarray(rows)
             return torch.from_numpy(plain).view(same).view(self.shape).to(device=device, dtype=dtype)
         out = torch.empty(self.shape, dtype=dtype, device=device)
         step = max(1, _CHUNK_WEIGHTS // max(1, int(np.prod(self.shape[1:]))))

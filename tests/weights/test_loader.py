@@ -2,6 +2,7 @@
 
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -10,7 +11,11 @@ import torch
 from emberline.weights import loader as loader_module
 from emberline.weights import readahead
 from emberline.weights.loader import DeferredCheckpoint, WeightLoader
+from emberline.weights.lossless_files import LosslessFile
+from emberline.weights.lossless_tensor import LosslessRows
+from emberline.weights.lossless_writer import LosslessWriter
 from emberline.weights.model_config import BadCheckpoint
+from emberline.weights.safetensors_file import SafetensorsFile, write_safetensors
 from emberline.weights.tensors import FileLocation, Weight
 
 
@@ -150,6 +155,51 @@ def test_loader_reads_what_exceeded_the_read_ahead_limit(tmp_path, uncached):
     ahead.stop()
 
 
+def compressed(tmp_path) -> tuple[LosslessFile, np.ndarray]:
+    """A compressed matrix, [400, 300]."""
+    values = np.random.default_rng(6).standard_normal((400, 300)).astype("<f4").view("<u4") >> 16
+    write_safetensors(tmp_path / "w.safetensors", {"w": ("BF16", values.shape, values.astype("<u2").tobytes())})
+    with ThreadPoolExecutor(2) as threads:
+        LosslessWriter(SafetensorsFile.open(tmp_path / "w.safetensors"), tmp_path, threads).write(lambda *_: None)
+    return LosslessFile.open(tmp_path / "w.lossless.safetensors"), values.astype("<u2")
+
+
+def load_compressed(file: LosslessFile, ahead: readahead.ReadAhead | None) -> list[torch.Tensor]:
+    """The matrix as it is, converted, and handed over."""
+    weight, loader = Weight("w", (400, 300), "bf16", file.rows_of("w")[0]), WeightLoader("cpu", ahead)
+    filled, handed = (torch.zeros(400, 300, dtype=torch.bfloat16) for _ in range(2))
+    converted = torch.zeros(400, 300)
+    loader.fill(weight, filled)
+    loader.fill(weight, converted)
+    loader.read(weight, handed.copy_)
+    with loader:
+        loader.finish()
+    return [filled, converted.bfloat16(), handed]
+
+
+def test_a_compressed_file_is_read_as_others_are(tmp_path, read_path):
+    file, values = compressed(tmp_path)
+    for each in load_compressed(file, None):
+        assert np.array_equal(each.view(torch.int16).numpy().view("<u2"), values)
+
+
+def test_a_compressed_file_is_decoded_from_the_read_ahead_bytes(tmp_path, uncached):
+    file, values = compressed(tmp_path)
+    ahead = read_all([file.path])
+    if not bytes_read(ahead):
+        pytest.skip("O_DIRECT is not supported here")
+    before = bytes_read(ahead)
+    with file.path.open("r+b") as damaged:  # the planes can now only come from the read-ahead
+        first = min(each.offset for each in LosslessRows.of(file.coded["w"], (400, 300)).stored())
+        damaged.seek(first)
+        damaged.write(bytes(file.path.stat().st_size - first))
+    for each in load_compressed(file, ahead):
+        assert np.array_equal(each.view(torch.int16).numpy().view("<u2"), values)
+    assert bytes_read(ahead) < before / 2, "freed with the last copy"
+    with pytest.raises(BadCheckpoint, match="'w' is damaged"):
+        load_compressed(file, None)
+
+
 def test_read_ahead_skips_files_in_the_page_cache(tmp_path):
     path = tmp_path / "w"
     path.write_bytes(bytes(1 << 16))
@@ -163,7 +213,7 @@ def test_an_error_ends_the_reading():
     n_read = []
 
     class Part:
-        name, kind, order, shift, transposed, location = "part", "made", None, 0.0, False, None
+        name, kind, order, shift, transposed, location, raw = "part", "made", None, 0.0, False, None, None
 
         def __init__(self, number):
             self.number = number

@@ -7,9 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from emberline.kernels.byte_planes import Rectangle, StoredPlanes, decode_blocks
 from emberline.weights.lossless_blocks import BLOCK_NUMBERS, Grid
 from emberline.weights.lossless_files import LosslessFile
-from emberline.weights.lossless_tensor import LosslessRows
+from emberline.weights.lossless_tensor import LosslessRows, PlaneBytes
 from emberline.weights.lossless_writer import LosslessWriter, source_bytes
 from emberline.weights.safetensors_file import SafetensorsFile, write_safetensors
 from tests.weights.lossless_models import bf16_patterns, bits
@@ -60,6 +61,39 @@ def test_every_tensor_has_the_same_bits(files) -> None:
         assert np.array_equal(np.asarray(raw).reshape(-1), each.reshape(-1).view(np.uint8)), name
     assert {name for name in found if name not in file.coded} == {"noise", "norm"}
     assert b"".join(source_bytes(file)) == (folder / "model.safetensors").read_bytes()
+
+
+def test_every_block_is_decoded_by_the_kernel(files) -> None:
+    """None of them waits for the interpreter's lock, as zstd's Python package would."""
+    for tensor in files[1].coded.values():
+        grid, planes = tensor.grid, StoredPlanes(tensor.coded, tensor.rest)
+        out, whole = (
+            np.empty((grid.rows, grid.columns * tensor.width), np.uint8),
+            Rectangle(0, grid.rows, 0, grid.columns),
+        )
+        numbers = range(grid.n_blocks)
+        assert decode_blocks(planes, tensor.blocks, numbers, grid, whole, tensor.width, out) == grid.n_blocks
+
+
+@pytest.mark.parametrize("name", ["odd", "many blocks", "F32"])
+def test_only_the_bytes_of_some_rows_and_columns_are_read(files, name: str) -> None:
+    folder, file, found = files
+    whole, stored = found[name][1], (folder / "model.lossless.safetensors").read_bytes()
+    rows, array = LosslessRows.of(file.coded[name], whole.shape), whole.view(np.uint8).reshape(len(whole), -1)
+    n_read = []
+
+    def read(plane: PlaneBytes) -> np.ndarray:
+        n_read.append(plane.mapped.nbytes)
+        return np.frombuffer(stored, np.uint8, plane.mapped.nbytes, plane.offset)
+
+    width = whole.itemsize
+    for part in (lambda a: a[150:], lambda a: a[:, : a.shape[1] // width // 2 * width], lambda a: a):
+        n_read.clear()
+        some = part(rows)
+        assert np.array_equal(some.read(read=read), part(array))
+        assert n_read == [each.mapped.nbytes for each in some.stored()]
+        assert sum(n_read) <= rows.stored_bytes
+    assert sum(n_read) > 0.99 * rows.stored_bytes
 
 
 def test_other_tools_can_open_the_file(files) -> None:

@@ -558,7 +558,7 @@ def _read_ahead(args: argparse.Namespace) -> ReadAhead | None:
     """Begin to read the checkpoint for a GPU, which needs all of it, before torch is imported."""
     if not _expects_cuda(args) or args.random_weights is not None:
         return None
-    return ReadAhead(model_files(args.model), free_host_bytes() // 2, keep=not is_compressed(args.model))
+    return ReadAhead(model_files(args.model), free_host_bytes() // 2)
 
 
 def _verify_weights(args: argparse.Namespace) -> None:
