@@ -86,13 +86,14 @@ class CodedBlock(NamedTuple):
     coded: bytes  # the top plane
     rest: Bytes
     checksum: Checksum
+    n_numbers: int
 
 
 def encode_block(numbers: Bytes, width: int) -> CodedBlock:
     """Code contiguous numbers of `width` bytes."""
     planes = split_planes(numbers, width)
     coded: bytes = _codec().compressor.compress(planes.top.data)
-    return CodedBlock(coded, planes.rest, planes.checksum)
+    return CodedBlock(coded, planes.rest, planes.checksum, planes.top.size)
 
 
 def decode_block(coded: Bytes, rest: Bytes, n: int, width: int, checksum: Checksum) -> Bytes:

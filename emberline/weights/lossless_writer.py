@@ -1,8 +1,9 @@
 """Writing one file of a compressed checkpoint, so that it can be continued after a stop, and verifying it.
 
 Data is appended to NAME.part, and each finished tensor is a line of NAME.journal. The header, for which room is left at
-the beginning, is written last. The file gets its name once all its numbers have been read back from it and compared
-with the source's, bit for bit.
+the beginning, is written last. The file gets its name once all its numbers have been read back from the drive and
+compared with the source's, bit for bit (`lossless_readback`). Coding, SHA-256 of the source and the comparison run
+concurrently.
 """
 
 import hashlib
@@ -18,7 +19,7 @@ from typing import BinaryIO, NamedTuple, TypeVar
 import msgspec
 import numpy as np
 
-from emberline.weights.lossless_blocks import WIDTHS, Grid, encode_block
+from emberline.weights.lossless_blocks import WIDTHS, CodedBlock, Grid, encode_block
 from emberline.weights.lossless_files import (
     BLOCKS,
     CODED,
@@ -34,6 +35,7 @@ from emberline.weights.lossless_files import (
     SourceFile,
     TensorEntry,
 )
+from emberline.weights.lossless_readback import ReadBack, to_the_drive
 from emberline.weights.model_config import BadCheckpoint
 from emberline.weights.safetensors_file import MAX_HEADER_BYTES, SafeTensor, SafetensorsFile
 from emberline.weights.tensors import Bytes
@@ -43,6 +45,7 @@ SAMPLED_BLOCKS = 6  # that are coded to find out
 _ALIGNED = 4096  # of the data in the file
 _PLANE_ALIGNED = 64
 _CHUNK_BYTES = 16 << 20
+_HASHED_BYTES = 1 << 20  # at a time: what is read stays in the processor's cache until it is hashed
 _IN_FLIGHT = 64  # blocks that are coded or written at a time: bounds the memory
 
 # Called with the bytes of the source that have just been compressed, and of those written for them.
@@ -74,20 +77,32 @@ class Estimate(NamedTuple):
 
 def estimate_tensor(source: SafetensorsFile, name: str) -> Estimate:
     """Bytes of a tensor, and those that it takes when compressed, as some of its blocks tell."""
+    return _estimate(source, name, [_encode(source, name, number) for number in _sampled(source, name)])
+
+
+def _sampled(source: SafetensorsFile, name: str) -> list[int]:
+    """Numbers of the blocks that tell what a tensor gains. Empty if it is stored as it is."""
     tensor = source.tensors[name]
     n_bytes = tensor.data_offsets[1] - tensor.data_offsets[0]
-    width = WIDTHS.get(tensor.dtype)
-    if width is None or n_bytes <= SMALL_BYTES or len(tensor.shape) < 2:
-        return Estimate(n_bytes, n_bytes)
-    grid, matrix = Grid.of(tensor.shape), _matrix(source, name)
-    sampled = sorted({int(n) for n in np.linspace(0, grid.n_blocks - 1, SAMPLED_BLOCKS)})
-    stored = plain = 0
-    for number in sampled:
-        numbers = _numbers(matrix, grid, width, number)
-        block = encode_block(numbers, width)
-        plain += numbers.nbytes
-        stored += len(block.coded) + block.rest.nbytes + 24
-    return Estimate(n_bytes, n_bytes * stored // plain if stored < WORTHWHILE * plain else n_bytes)
+    if tensor.dtype not in WIDTHS or n_bytes <= SMALL_BYTES or len(tensor.shape) < 2:
+        return []
+    return sorted({int(n) for n in np.linspace(0, Grid.of(tensor.shape).n_blocks - 1, SAMPLED_BLOCKS)})
+
+
+def _estimate(source: SafetensorsFile, name: str, sampled: list[CodedBlock]) -> Estimate:
+    begin, end = source.tensors[name].data_offsets
+    if not sampled:
+        return Estimate(end - begin, end - begin)
+    width = WIDTHS[source.tensors[name].dtype]
+    plain = sum(block.n_numbers * width for block in sampled)
+    stored = sum(len(block.coded) + block.rest.nbytes + 24 for block in sampled)
+    return Estimate(end - begin, (end - begin) * stored // plain if stored < WORTHWHILE * plain else end - begin)
+
+
+def _encode(source: SafetensorsFile, name: str, number: int) -> CodedBlock:
+    tensor = source.tensors[name]
+    width = WIDTHS[tensor.dtype]
+    return encode_block(_numbers(_matrix(source, name), Grid.of(tensor.shape), width, number), width)
 
 
 def _matrix(source: SafetensorsFile, name: str) -> Bytes:
@@ -147,30 +162,42 @@ class LosslessWriter:
         hashing = self._threads.submit(_sha256, self.source.path, stopped)
         try:
             with self._part.open("r+b" if self._part.exists() else "w+b") as out:
-                done = self._resume(out, room)
-                end = max(each.end for each in done.values())
-                with self._journal.open("ab") as journal:
-                    for name in self._names:
-                        if name not in done:
-                            done[name] = self._write_tensor(out, name, room + end, room)
-                            end = done[name].end
-                            journal.write(msgspec.json.encode(done[name]) + b"\n")
-                            journal.flush()
-                        begin, stop = self.source.tensors[name].data_offsets
-                        report(stop - begin, done[name].n_bytes)
+                done = self._write_tensors(out, room, report)
                 self._write_header(out, done, room)
-                out.flush()
-                os.fsync(out.fileno())
-                if hasattr(os, "posix_fadvise"):  # so that the drive is read, and not what was meant to be written
-                    os.posix_fadvise(out.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            digest = self._verify()
+                to_the_drive(out, 0, room)
+            digest = self._check_header(done)
             sha256 = hashing.result()
+        except BadCheckpoint:
+            self._part.unlink(missing_ok=True)  # nothing of it can be trusted: the next run begins again
+            self._journal.unlink(missing_ok=True)
+            raise
         finally:
             stopped.set()
         self._part.rename(self.target)
         self._journal.unlink(missing_ok=True)
         source = SourceFile(self.source.path.name, self.source.path.stat().st_size, sha256)
         return FileEntry(self.target.name, self.target.stat().st_size, digest, source)
+
+    def _write_tensors(self, out: BinaryIO, room: int, report: Report) -> dict[str, Written]:
+        """Write the tensors that an earlier run has not finished, and compare all of them with the source."""
+        done = self._resume(out, room)
+        end = max(each.end for each in done.values())
+        read_back = ReadBack(self.source, out, self.target, room)
+        try:
+            with self._journal.open("ab") as journal:
+                for name in self._names:
+                    if name not in done:
+                        done[name] = self._write_tensor(out, name, room + end, room)
+                        end = done[name].end
+                        journal.write(msgspec.json.encode(done[name]) + b"\n")
+                        journal.flush()
+                    read_back.add(name, done[name].entry, done[name].parts)
+                    begin, stop = self.source.tensors[name].data_offsets
+                    report(stop - begin, done[name].n_bytes)
+            read_back.finish()
+        finally:
+            read_back.close()
+        return done
 
     def _resume(self, out: BinaryIO, room: int) -> dict[str, Written]:
         """Tensors that an earlier run has finished, the source's header first; the file is cut after them."""
@@ -199,16 +226,18 @@ class LosslessWriter:
         return Written(HEADER_TENSOR, entry, {HEADER_TENSOR: SafeTensor("U8", shape, (0, shape[0]))})
 
     def _write_tensor(self, out: BinaryIO, name: str, at: int, room: int) -> Written:
-        estimate = estimate_tensor(self.source, name)
+        numbers = _sampled(self.source, name)
+        sampled = dict(zip(numbers, self._threads.map(lambda n: _encode(self.source, name, n), numbers), strict=True))
+        estimate = _estimate(self.source, name, list(sampled.values()))
         if estimate.stored >= estimate.source:
             return self._store(out, name, at, room)
         tensor = self.source.tensors[name]
-        width, grid, matrix = WIDTHS[tensor.dtype], Grid.of(tensor.shape), _matrix(self.source, name)
+        width, grid = WIDTHS[tensor.dtype], Grid.of(tensor.shape)
         n_rest = grid.rows * grid.columns * (width - 1)
         coded_at = at + n_rest + -n_rest % _PLANE_ALIGNED
         table, end, rest_end = np.empty((grid.n_blocks, 3), "<u8"), 0, 0
         blocks = in_order(
-            self._threads, lambda n: encode_block(_numbers(matrix, grid, width, n), width), range(grid.n_blocks)
+            self._threads, lambda n: sampled.pop(n, None) or _encode(self.source, name, n), range(grid.n_blocks)
         )
         for number, block in enumerate(blocks):
             _write_at(out, at + rest_end, block.rest.data)
@@ -263,42 +292,20 @@ class LosslessWriter:
         assert len(header) + 8 <= room, "a header is longer than the longest that was expected"
         _write_at(out, 0, (room - 8).to_bytes(8, "little") + header.ljust(room - 8))
 
-    def _verify(self) -> str:
-        """Read the file back and compare every number with the source's. Returns its digest."""
+    def _check_header(self, done: dict[str, Written]) -> str:
+        """Read the file's header back. Returns the digest of the file, whose tensors have been compared."""
+        file = LosslessFile.open(self._part)
         try:
-            file = LosslessFile.open(self._part)
-            try:
-                if file.source_header[: len(self.source.header)] != self.source.header:
-                    raise BadCheckpoint(f"{self.target.name}: the header was not written as it was")
-                for name, tensor in self.source.tensors.items():
-                    self._compare(file, name, tensor)
-                return file.digest
-            finally:
-                file.close()
-        except BadCheckpoint:
-            self._part.unlink()  # nothing of it can be trusted: the next run begins again
-            self._journal.unlink(missing_ok=True)
-            raise
-
-    def _compare(self, file: LosslessFile, name: str, tensor: SafeTensor) -> None:
-        coded = file.coded.get(name)
-        if coded is None:
-            raw = np.asarray(file.rows_of(name)[0]).reshape(-1)
-            equal = np.array_equal(raw, self.source.bytes_of(tensor))
-        else:
-            grid, width, matrix = coded.grid, coded.width, _matrix(self.source, name)
-            equal = all(
-                in_order(
-                    self._threads,
-                    lambda n: np.array_equal(coded.block(n).reshape(-1), _numbers(matrix, grid, width, n)),
-                    range(grid.n_blocks),
-                )
-            )
-        if not equal:
-            raise BadCheckpoint(
-                f"{self.target.name}: tensor {name!r} differs from the source after it was written: the drive or the"
-                " memory of this machine makes errors. The source was not touched; run the command again"
-            )
+            is_same = file.source_header[: len(self.source.header)] == self.source.header
+            is_same &= file.stored.tensors == {
+                name: part for each in done.values() for name, part in each.parts.items()
+            }
+            is_same &= file.format.tensors == {name: done[name].entry for name in self._names}
+            if not is_same:
+                raise BadCheckpoint(f"{self.target.name}: the header was not written as it was")
+            return file.digest
+        finally:
+            file.close()
 
 
 def _header(parts: dict[str, SafeTensor], text: str) -> bytes:
@@ -314,10 +321,10 @@ def _write_at(out: BinaryIO, offset: int, data: "bytes | memoryview") -> None:
 
 
 def _sha256(path: Path, stopped: threading.Event) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while not stopped.is_set() and (chunk := file.read(_CHUNK_BYTES)):
-            digest.update(chunk)
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(_HASHED_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while not stopped.is_set() and (n := file.readinto(buffer)):
+            digest.update(buffer[:n])
     return digest.hexdigest()
 
 

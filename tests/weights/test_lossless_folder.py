@@ -190,6 +190,21 @@ def test_what_is_on_the_drive_is_compared_before_it_counts(tmp_path: Path) -> No
     verify_folder(tmp_path / "packed")
 
 
+@pytest.mark.parametrize("kind", [".rest", ".coded", ".blocks", "stored as it was"])
+def test_whatever_the_drive_damages_is_found_before_the_file_counts(tmp_path: Path, kind: str) -> None:
+    part = stopped_run(tmp_path)
+    lines = part.with_suffix(".journal").read_bytes().splitlines()
+    parts = {name: each["data_offsets"] for line in lines for name, each in json.loads(line)["parts"].items()}
+    data = part.stat().st_size - max(end for _, end in parts.values())  # begins here
+    name = next(name for name in parts if name.endswith("norm.weight" if kind == "stored as it was" else kind))
+    flip(part, data + parts[name][0] + 3)
+    with pytest.raises(BadCheckpoint, match="differs from the source after it was written"):
+        compress_folder(tmp_path / "plain", tmp_path / "packed")
+    assert not part.exists()
+    compress_folder(tmp_path / "plain", tmp_path / "packed")
+    verify_folder(tmp_path / "packed")
+
+
 def test_a_changed_source_is_compressed_from_the_beginning(tmp_path: Path) -> None:
     part = stopped_run(tmp_path)
     flip(part, part.stat().st_size - 200)
