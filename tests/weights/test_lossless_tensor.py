@@ -6,11 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import zstandard
 
-from emberline.kernels.byte_planes import Rectangle, StoredPlanes, decode_blocks
+from emberline.kernels.byte_planes import Rectangle, StoredPlanes, decode_blocks, split_planes
 from emberline.weights.lossless_blocks import BLOCK_NUMBERS, Grid
 from emberline.weights.lossless_files import LosslessFile
-from emberline.weights.lossless_tensor import LosslessRows, PlaneBytes
+from emberline.weights.lossless_tensor import LosslessRows, LosslessTensor, PlaneBytes
 from emberline.weights.lossless_writer import LosslessWriter, source_bytes
 from emberline.weights.safetensors_file import SafetensorsFile, write_safetensors
 from tests.weights.lossless_models import bf16_patterns, bits
@@ -73,6 +74,28 @@ def test_every_block_is_decoded_by_the_kernel(files) -> None:
         )
         numbers = range(grid.n_blocks)
         assert decode_blocks(planes, tensor.blocks, numbers, grid, whole, tensor.width, out) == grid.n_blocks
+
+
+def test_blocks_that_the_kernel_refuses_are_decoded_by_zstd() -> None:
+    """Frames with a checksum of their own: the format allows what other versions of the writer might make."""
+    whole, grid = numbers((300, 96), "BF16"), Grid(300, 96, 64, 48)
+    coded, rest, table = b"", b"", []
+    for block in range(grid.n_blocks):
+        planes = split_planes(np.ascontiguousarray(whole[grid.place(block)]).reshape(-1).view(np.uint8), 2)
+        coded += zstandard.ZstdCompressor(write_checksum=True).compress(planes.top.tobytes())
+        rest += planes.rest.tobytes()
+        table.append((len(coded), *planes.checksum))
+    memory = (np.frombuffer(each, np.uint8) for each in (coded, rest))
+    tensor = LosslessTensor(
+        "w", Path("model"), "BF16", grid, *memory, 0, 0, np.array(table, "<u8"), lambda first, last: None
+    )  # fmt: skip
+    for rows, columns in (
+        (slice(0, 300), slice(0, 96)),
+        (slice(10, 201), slice(7, 60)),
+        (slice(299, 300), slice(1, 2)),
+    ):
+        array = np.ascontiguousarray(whole[rows, columns])
+        assert np.array_equal(tensor.decode(rows, columns), array.view(np.uint8))
 
 
 @pytest.mark.parametrize("name", ["odd", "many blocks", "F32"])
