@@ -93,7 +93,7 @@ class PromptLogprobs(msgspec.Struct, array_like=True):
         return cls(*map(b"".join, zip(*map(msgspec.structs.astuple, parts))))
 
 
-class TokenDelta(msgspec.Struct, array_like=True, omit_defaults=True):
+class TokenDelta(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """The output of one step for one sequence. With `finish` set it is the sequence's terminal event."""
 
     id: str

@@ -98,7 +98,7 @@ class StepPlanner:
         running, rows, n_last = tuple(queues.running), queues.rows, n_batch(queues.running) if paused or resting else 0
         rows.find(queues.order, ~Flag.PLAIN)
         if n_last:
-            rows.plain[-n_last:] = False
+            rows.plain[-n_last:], rows.n_plain = False, 0
         most_rows = self._micro_batch_rows(rows) if self._micro_batches > 1 else inf
         drafts: Mapping[int, Draft] = {}
         if speculation is not None:
@@ -281,7 +281,7 @@ class StepPlanner:
         """Sequences whose next row may have drafts: known before the rows of the step are."""
         slots, may_draft = rows.slots, rows.plain
         n_last = n_batch(self._queues.running) if self._batch_class.is_limited else 0
-        if n_last or not may_draft.all():
+        if n_last or self._micro_batches > 1 or rows.n_plain < len(slots):
             may_draft = may_draft.copy()
             may_draft[len(slots) - n_last :] = False
             for place in np.flatnonzero(~may_draft).tolist():
@@ -430,4 +430,4 @@ def _can_run_ahead(seq: Sequence) -> bool:
         limit = seq.request.thinking_limit if seq.flags & Flag.THINKING else None
         if limit is not None and seq.n_output + seq.n_sampling >= limit.most:
             return False
-    return seq.n_sampling + seq.n_drafting < seq.most_tokens - (len(seq.ids) >> 2)
+    return seq.n_sampling + seq.n_drafting < seq.n_output_left

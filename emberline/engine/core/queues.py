@@ -59,6 +59,7 @@ class Queues:
     def __init__(self, n_slots: int, cache: KVCache) -> None:
         self.rows = Rows(n_slots, len(cache.groups))
         self.by_slot: dict[int, Sequence] = {}  # running sequences
+        self.request_ids = [""] * n_slots  # of their requests, by slot
         self.stop_ids: Counter[int] = Counter()  # stop tokens of the running sequences, and how many have each
         self.running: list[Sequence] = []  # by rank
         self.waiting: list[Sequence] = []  # by rank; not all are `admissible` yet
@@ -91,11 +92,7 @@ class Queues:
     @property
     def prefill_tokens(self) -> int:
         """Tokens that running sequences have to compute before their next ones are sampled."""
-        by_slot = self.rows.by_slot  # free slots have zeros
-        n_due = by_slot[Cell.N_KNOWN] + by_slot[Cell.N_SAMPLING] - by_slot[Cell.N_COMPUTED]
-        if n_due.max() <= 1 and not self.rows.flags & Flag.PREFILL_ONLY:
-            return 0  # all decode
-        return int(np.maximum(n_due - (by_slot[Cell.FLAGS] & Flag.PREFILL_ONLY == 0), 0).sum())
+        return self.rows.n_prefill(Flag.PREFILL_ONLY)
 
     def select(self, slots: Places, flags: int = -1) -> Selection:
         """The running sequences of some slots. flags: those that none of them has are not set."""
@@ -105,16 +102,12 @@ class Queues:
         """Give a sequence a slot; its table has the KV of n_computed tokens."""
         insort(self.running, seq, key=by_rank)
         slot = seq.slot = self.free_slots.pop()
-        self.by_slot[slot], self._order = seq, None
+        self.by_slot[slot], self.request_ids[slot], self._order = seq, seq.request.id, None
         cells = self.rows.cells[:, slot]
         cells[[Cell.NUMBER, Cell.ADMISSION, Cell.SLOT]] = seq.number, self.n_admitted, slot
         cells[[Cell.N_COMPUTED, Cell.LAST]] = n_computed, int.from_bytes(seq.ids[-4:], "little")
-        cells[[Cell.N_KNOWN, Cell.MOST, Cell.FLAGS, Cell.PLANNED]] = (
-            seq.n_tokens,
-            seq.most_tokens,
-            seq.flags,
-            seq.last_planned,
-        )
+        cells[[Cell.N_KNOWN, Cell.N_KEPT]] = len(seq.kept_ids) >> 2
+        cells[[Cell.MOST, Cell.FLAGS, Cell.PLANNED]] = seq.most_tokens, seq.flags, seq.last_planned
         self.rows.flags |= seq.flags
         self.stop_ids.update(seq.stop_ids)
         self.n_admitted = (self.n_admitted + 1) % MAX_ADMISSIONS
@@ -138,6 +131,7 @@ class Queues:
             else:
                 self.stop_ids[token_id] -= 1
         seq.last_planned = seq.planned_step
+        seq.kept_ids += self.rows.take_recent(seq.slot)
         self.rows.clear(seq.slot)
         seq.slot = NO_SLOT
 
@@ -173,7 +167,8 @@ class BatchYielding:
         self._now_s = now_s
         running, waiting = queues.running, queues.waiting
         if self._promoted is None:  # the best classes come first
-            some = any(queue[0].effective_class != _BATCH for queue in (running, waiting) if queue)
+            some = running and running[0].effective_class != _BATCH
+            some = some or (waiting and waiting[0].effective_class != _BATCH)
         else:
             some = len(running) - n_batch(running) + len(waiting) - n_batch(waiting) > 1
         if some:

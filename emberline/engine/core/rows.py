@@ -36,7 +36,12 @@ class Cell:
     ROOM = 10  # first position whose token changes the block table
     FLAGS = 11  # bits of `sequence.Flag`
     PLANNED = 12  # number of the last plan with a row of the sequence
-    PASSED = 13  # from here on, for each KV group: leading blocks that have left the window
+    N_KEPT = 13  # of N_KNOWN, tokens that the sequence has itself; the others are in `Rows`
+    PASSED = 14  # from here on, for each KV group: leading blocks that have left the window
+
+
+# Of a slot: room for tokens (u32 LE) that its sequence lacks. The sequence takes them with every block that is full.
+_RECENT_BYTES = 32 * 4
 
 
 class _Table(ctypes.Structure):
@@ -49,6 +54,7 @@ class _Table(ctypes.Structure):
         ("plain", ctypes.c_void_p),
         ("n_dues", ctypes.c_void_p),
         ("found", ctypes.c_void_p * 2),
+        ("recent", ctypes.c_void_p),
     ]
 
 
@@ -59,10 +65,16 @@ def _native() -> Any:
         return None
     at, n = ctypes.c_void_p, ctypes.c_int64
     lib.em_rows_find.argtypes, lib.em_rows_find.restype = [at, at, n, n], n
+    lib.em_rows_prefill.argtypes, lib.em_rows_prefill.restype = [at, n], n
     lib.em_rows_look.argtypes, lib.em_rows_look.restype = [at, at, n], n
     lib.em_rows_plan.argtypes, lib.em_rows_plan.restype = [at, at, n, n, n, at], None
     lib.em_rows_take.argtypes, lib.em_rows_take.restype = [at, at, n, at, ctypes.c_char_p, n], n
     return lib
+
+
+def _address(columns: Ints) -> int:
+    """Address of an array that is not empty. (NumPy's own property takes several times as long.)"""
+    return ctypes.addressof(ctypes.c_char.from_buffer(columns.data))
 
 
 class Rows:
@@ -86,8 +98,10 @@ class Rows:
         self.n_plain = 0
         self._grown: list[tuple[int | list[int], list[int] | list[list[int]]]] = []  # columns, new blocks by group
         self._found = np.zeros((2, n_slots), np.int64)
-        addresses = [each.ctypes.data for each in (self.cells, self._plain, self._n_dues, *self._found)]
-        self._table = _Table(addresses[0], n_slots + 1, n_groups, *addresses[1:3], tuple(addresses[3:]))
+        self._recent = bytearray((n_slots + 1) * _RECENT_BYTES)
+        recent = np.frombuffer(self._recent, np.uint8)
+        addresses = [each.ctypes.data for each in (self.cells, self._plain, self._n_dues, *self._found, recent)]
+        self._table = _Table(addresses[0], n_slots + 1, n_groups, *addresses[1:3], tuple(addresses[3:5]), addresses[5])
         self.address = ctypes.addressof(self._table)
         self.library = _native()  # None: no sequence is ever plain
 
@@ -95,6 +109,13 @@ class Rows:
         """Forget the sequence of a slot: what steps in flight sample for it is ignored."""
         self.cells[:, slot] = 0
         self.views[Cell.ADMISSION][slot] = -1
+
+    def take_recent(self, slot: int) -> bytearray:
+        """Return the tokens (u32 LE) that the sequence of a slot lacks, which it has from now on."""
+        n_known, n_kept = self.views[Cell.N_KNOWN][slot], self.views[Cell.N_KEPT][slot]
+        self.views[Cell.N_KEPT][slot] = n_known
+        first = slot * _RECENT_BYTES
+        return self._recent[first : first + 4 * (n_known - n_kept)]
 
     def find(self, slots: Places, unusual: int) -> None:
         """Find the plain ones of the running sequences, whose slots are given by rank. unusual: flags of others."""
@@ -106,7 +127,17 @@ class Rows:
             self.n_dues[:] = self.ranked(Cell.N_KNOWN) + self.ranked(Cell.N_SAMPLING) - self.ranked(Cell.N_COMPUTED)
             self.flags = int(np.bitwise_or.reduce(self.ranked(Cell.FLAGS)))
         else:
-            self.flags = self.library.em_rows_find(self.address, self._slots_at, n, unusual)
+            found = self.library.em_rows_find(self.address, self._slots_at, n, unusual)
+            self.flags, self.n_plain = found & 0xFFFFFFFF, found >> 32
+
+    def n_prefill(self, unsampled: int) -> int:
+        """Tokens that running sequences have to compute before their next ones are sampled. unsampled: flag of those
+        after whose last token nothing is sampled."""
+        if self.library is not None:
+            return int(self.library.em_rows_prefill(self.address, unsampled))
+        by_slot = self.by_slot  # free slots have zeros
+        n_dues = by_slot[Cell.N_KNOWN] + by_slot[Cell.N_SAMPLING] - by_slot[Cell.N_COMPUTED]
+        return int(np.maximum(n_dues - (by_slot[Cell.FLAGS] & unsampled == 0), 0).sum())
 
     def ranked(self, row: int) -> NDArray[np.int64]:
         """A row of `cells` for the running sequences, by rank."""
@@ -136,7 +167,7 @@ class Rows:
         """Plan a token of each plain sequence. Returns the cells of `plan.Columns`."""
         columns = np.empty((Cell.LAST + 1 + 2 * self.n_groups, self.n_plain), np.int32)
         if self.n_plain:
-            n, to = len(self.slots), columns.ctypes.data
+            n, to = len(self.slots), _address(columns)
             self.library.em_rows_plan(self.address, self._slots_at, n, self.n_plain, step, to)
             for column, blocks in self._grown:
                 columns[Cell.LAST + 1 : Cell.LAST + 1 + self.n_groups, column] = blocks
@@ -148,11 +179,11 @@ class Rows:
         """Take in the draws of planned columns, one each. stops: a byte for each, 1: it is some stop token.
 
         Returns the ids (u32 LE) and places: first of the columns that are left to the caller, then of those whose last
-        block is full. Left are sequences that have one of the flags `unusual`, are at their end or have left their
-        slots, and draws that are invalid or in `stops`.
+        block is full. Left are sequences that have one of the flags `unusual`, are at their end, lack too many tokens
+        or have left their slots, and draws that are invalid or in `stops`.
         """
         drawn = array("i", ids)
         assert len(drawn) == columns.shape[1], "each of these rows draws once"
-        at = columns.ctypes.data, len(drawn), drawn.buffer_info()[0]
+        at = _address(columns), len(drawn), drawn.buffer_info()[0]
         n = self.library.em_rows_take(self.address, *at, stops, unusual)
         return drawn.tobytes(), [self._found[0, : n & 0xFFFFFFFF].tolist(), self._found[1, : n >> 32].tolist()]

@@ -274,10 +274,7 @@ class Scheduler:
         self._absorbed += [queues.by_slot[slots[place]] for place in full]
         for place in reversed(left):
             del slots[place], tokens[place]
-        seqs = [queues.by_slot[slot] for slot in slots]
-        for output, token_id in zip([seq.ids for seq in seqs], tokens):
-            output += token_id
-        self._deltas += map(TokenDelta, [seq.request.id for seq in seqs], tokens)
+        self._deltas += map(TokenDelta, map(queues.request_ids.__getitem__, slots), tokens)
         self._totals.output_tokens += len(slots)
         if not left:
             return zip(plan.others, firsts)

@@ -109,7 +109,7 @@ class Sequence:
     arrived_s: float = field(init=False)  # on the monotonic clock
     waited_s: float = 0.0  # from its arrival to its first admission
     n_prompt: int = field(init=False)
-    ids: bytearray = field(init=False)  # prompt and output, u32 LE
+    kept_ids: bytearray = field(init=False)  # prompt and output, u32 LE, without what `rows` has of them
     keys: list[bytes] = field(init=False)  # content keys of the full blocks of ids, as far as they are computed
     extras: Mapping[int, bytes] = field(init=False)  # what else the keys of some blocks depend on
     effective_class: Priority = field(init=False)  # its priority class, or a better one once it has starved
@@ -143,7 +143,7 @@ class Sequence:
             | Flag.NEW
             | Flag.UNTRIED
         )
-        self.ids = bytearray(request.prompt_ids + request.output_ids)
+        self.kept_ids = bytearray(request.prompt_ids + request.output_ids)
         self.keys, self.extras = block_hash.split(request.keys), block_hash.NO_EXTRAS
         if request.images:
             self.extras = block_hash.extras_at((image.start, image.digest) for image in request.images)
@@ -166,6 +166,13 @@ class Sequence:
     def id(self) -> str:
         """Id of its request."""
         return self.request.id
+
+    @property
+    def ids(self) -> bytearray:
+        """Prompt and output (u32 LE)."""
+        if self.slot != NO_SLOT:
+            self.kept_ids += self.rows.take_recent(self.slot)
+        return self.kept_ids
 
     @property
     def root_key(self) -> bytes:
@@ -253,12 +260,14 @@ class Sequence:
 
     @property
     def n_tokens(self) -> int:
-        return len(self.ids) >> 2
+        if self.slot == NO_SLOT or self.flags & Flag.GUIDED:  # guided ones, which threads read, keep all themselves
+            return len(self.kept_ids) >> 2
+        return self.rows.views[Cell.N_KNOWN][self.slot]
 
     @property
     def n_due(self) -> int:
         """Tokens to compute, those still being sampled included."""
-        return (len(self.ids) >> 2) + self.n_sampling - self.n_computed
+        return self.n_tokens + self.n_sampling - self.n_computed
 
     @property
     def may_append(self) -> bool:
@@ -272,17 +281,18 @@ class Sequence:
 
     @property
     def n_output(self) -> int:
-        return (len(self.ids) >> 2) - self.n_prompt
+        return self.n_tokens - self.n_prompt
 
     @property
     def n_output_left(self) -> int:
-        return self.most_tokens - (len(self.ids) >> 2)
+        return self.most_tokens - self.n_tokens
 
     def extend(self, packed: bytes) -> None:
         """Add tokens (u32 LE) to the output."""
-        self.ids += packed
+        ids = self.ids
+        ids += packed
         if self.slot != NO_SLOT and packed:
-            self.rows.views[Cell.N_KNOWN][self.slot] = len(self.ids) >> 2
+            self.rows.views[Cell.N_KNOWN][self.slot] = self.rows.views[Cell.N_KEPT][self.slot] = len(ids) >> 2
             self.rows.views[Cell.LAST][self.slot] = int.from_bytes(packed[-4:], "little")
 
     def extend_keys(self, n_blocks: int | None = None) -> None:

@@ -78,7 +78,7 @@ class StepLoop:
     @property
     def blocked(self) -> bool:
         """True if the loop is busy, but a step would do nothing before a thread leaves a notice."""
-        if self.scheduler.has_notices or self._in_flight or self.scheduler.orders:
+        if self._in_flight or self.scheduler.has_notices or self.scheduler.orders:
             return False
         return self.scheduler.blocked or self._stuck_at == self.scheduler.n_submitted
 

@@ -64,7 +64,7 @@ class Handover(Feature):
         request = seq.request
         if request.push is not None:  # the full blocks of its prompt are computed and sent; nothing is sampled
             seq.set_flag(Flag.PREFILL_ONLY, True)
-            seq.ids = bytearray(request.prompt_ids[: 4 * BLOCK_TOKENS * seq.n_transferable])
+            del seq.ids[4 * BLOCK_TOKENS * seq.n_transferable :]
             self.outgoing.begin(seq, now_s)
             if not seq.n_transferable:
                 seq.holds |= Hold.TRANSFER

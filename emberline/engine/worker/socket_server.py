@@ -34,7 +34,7 @@ from emberline.protocol.request import EngineRequest
 COMPILE_POLL_S = 0.001  # between looks at a grammar that is being compiled
 MAX_DRAIN_S = 86_400.0
 _RECV_BYTES = 256 << 10
-_token_ids = attrgetter("token_ids")
+_token_ids, _finish = attrgetter("token_ids"), attrgetter("finish")
 
 _log = logging.getLogger(__name__)
 
@@ -498,6 +498,10 @@ class Server:
     # --- answers ----------------------------------------------------------------------------------------------------
 
     def _route(self, deltas: list[TokenDelta]) -> None:
+        if len(self._connections) == 1 and not any(map(_finish, deltas)):
+            (only,) = self._connections
+            only.deltas += deltas
+            return
         for delta in deltas:
             connection = self._owners.get(delta.id)
             if connection is None:
