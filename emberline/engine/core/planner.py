@@ -103,7 +103,7 @@ class StepPlanner:
         drafts: Mapping[int, Draft] = {}
         if speculation is not None:
             self._most_drafts = self._count_most_drafts(rows)
-            if self._most_drafts and speculation.drafts:
+            if self._most_drafts and speculation.drafts and not rows.common_flags & Flag.NO_DRAFTS:
                 may_draft = self._all_that_may_draft(rows, running)
                 drafts = speculation.draft(may_draft) if len(may_draft) else {}
         prefills, decoding = list[Sequence](), list[int]()

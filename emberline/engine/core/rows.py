@@ -95,6 +95,7 @@ class Rows:
         self._plain, self._n_dues = np.zeros(n_slots, np.bool_), np.zeros(n_slots, np.int64)
         self.plain, self.n_dues = self._plain[:0], self._n_dues[:0]  # plain ones; tokens that each has to compute
         self.flags = 0  # that any running sequence has, since the plan
+        self.common_flags = 0  # that all have, as far as it is known
         self.n_plain = 0
         self._grown: list[tuple[int | list[int], list[int] | list[list[int]]]] = []  # columns, new blocks by group
         self._found = np.zeros((2, n_slots), np.int64)
@@ -128,7 +129,7 @@ class Rows:
             self.flags = int(np.bitwise_or.reduce(self.ranked(Cell.FLAGS)))
         else:
             found = self.library.em_rows_find(self.address, self._slots_at, n, unusual)
-            self.flags, self.n_plain = found & 0xFFFFFFFF, found >> 32
+            self.flags, self.common_flags, self.n_plain = found & 0xFFFF, found >> 16 & 0xFFFF, found >> 32
 
     def n_prefill(self, unsampled: int) -> int:
         """Tokens that running sequences have to compute before their next ones are sampled. unsampled: flag of those

@@ -216,10 +216,12 @@ class Tiering(Feature):
     def _poll(self, now_s: float) -> None:
         """Handle notices. Sequences whose fetch has ended wait again."""
         self._budget.begin_step(now_s)
+        self._notices += self._port.notices()
+        if not (self.fetches or self.has_work()):
+            return
         self._looks_up = False
         self.fetches.give_back()
         ended = self.fetches.go_on(self.core.admission.reserved_for_running)
-        self._notices += self._port.notices()
         while self._notices and self._budget.publications:
             notice = self._notices.popleft()
             if isinstance(notice, Saved):

@@ -24,21 +24,21 @@ typedef struct {
 static inline int64_t *row_of(const row_table *rows, int64_t row) { return rows->cells + row * rows->n_slots; }
 
 // Finds sequences that decode one token each, and nothing about them is unusual: `plain`. The slots are given by rank.
-// Also writes how many tokens each has to compute. Returns the flags that any of them has, and the number of plain ones in
-// the upper half.
+// Also writes how many tokens each has to compute. Returns the flags that any of them has, in the next 16 bits
+// those that all have, and the number of plain ones in the upper half.
 int64_t em_rows_find(const row_table *rows, const int64_t *slots, int64_t n, int64_t unusual) {
     const int64_t *known = row_of(rows, ROW_KNOWN), *sampling = row_of(rows, ROW_SAMPLING);
     const int64_t *computed = row_of(rows, ROW_COMPUTED), *drafting = row_of(rows, ROW_DRAFTING);
     const int64_t *flags = row_of(rows, ROW_FLAGS), *most = row_of(rows, ROW_MOST);
-    int64_t any_flags = 0, n_plain = 0;
+    int64_t any_flags = 0, common_flags = 0xFFFF, n_plain = 0;
     for (int64_t i = 0; i < n; i++) {
         int64_t slot = slots[i], ahead = known[slot] + sampling[slot];
         rows->n_dues[i] = ahead - computed[slot];
         rows->plain[i] = rows->n_dues[i] == 1 && !(flags[slot] & unusual) && !drafting[slot] && ahead < most[slot];
-        any_flags |= flags[slot];
+        any_flags |= flags[slot], common_flags &= flags[slot];
         n_plain += rows->plain[i];
     }
-    return any_flags | n_plain << 32;
+    return any_flags | common_flags << 16 | n_plain << 32;
 }
 
 // Returns the tokens that sequences have to compute before their next ones are sampled. unsampled: flag of those after

@@ -294,7 +294,9 @@ class DecodeBuffers:
         words = array[:n_words].reshape(-1, n_rows)
         if n < n_rows:
             words[:, n:], words[0, n:], words[2, n:] = PADDING, 0, 0
-        if n:
+        if n and not n_tokens:
+            words[:, :n] = packet
+        elif n:
             words[:HEADER_ROWS, :n], words[header:, :n] = packet[:HEADER_ROWS], packet[HEADER_ROWS:]
         if n_tokens:
             words[3], words[3, :n], words[4] = 0, [len(ids) >> 2 for ids in drafts], starts

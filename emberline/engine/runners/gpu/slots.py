@@ -137,19 +137,22 @@ class Slots:
 
     def only_decode(self, slots: Ints) -> bool:
         """True if rows of these slots that decode need nothing else: no probabilities, penalties or grammar."""
-        return not self._unusual[slots].any()
+        return not np.count_nonzero(self._unusual[slots])  # in a third of the time of `any`
 
     def take(self, packet: Ints, *, upload: bool) -> None:
         """Take in the packet of rows that decode; upload what is new in their tables, unless the step reads the
         packet."""
         slots, n_groups = packet[0], len(self.tables)
         blocks, passed = packet[3 : 3 + n_groups], packet[3 + n_groups :]
-        grown = np.flatnonzero(blocks[0] != NO_BLOCK)
-        places = packet[1, grown] // BLOCK_TOKENS
-        self.tables[:, slots[grown], places] = blocks[:, grown]
-        for slot, place in zip(slots[grown].tolist(), places.tolist()) if upload else ():
-            for g in range(n_groups):
-                self._mark_changed(g, slot, place, place + 1)
+        (grown,) = (blocks[0] != NO_BLOCK).nonzero()
+        if len(grown):
+            places = packet[1, grown] // BLOCK_TOKENS
+            self.tables[:, slots[grown], places] = blocks[:, grown]
+            for slot, place in zip(slots[grown].tolist(), places.tolist()) if upload else ():
+                for g in range(n_groups):
+                    self._mark_changed(g, slot, place, place + 1)
+        if not np.count_nonzero(passed):  # nor did any earlier
+            return
         for r in np.flatnonzero((passed != self._passed[:, slots]).any(0)).tolist():
             self.leave_window(int(slots[r]), passed[:, r].tolist(), upload=upload)
 
