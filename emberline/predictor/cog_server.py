@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+import httptools
 import msgspec
 
 from emberline.predictor.output_log import HIDDEN, OutputLog, spellings
@@ -35,6 +36,7 @@ POLL_S = 0.02  # between two looks at a server that starts
 EXPLAIN_S = 0.5  # for a server to end, whose end would explain a lost connection
 GRACE_S = 5.0  # for the server to end, when asked
 CONTROL_S = 10.0  # for an answer to anything but a prediction
+RECV_BYTES = 256 << 10
 SOURCE = "/src"  # where the predictor sees its project, as in Cog's containers
 STORE = "/store"
 RELAY = "/relay.py"
@@ -109,6 +111,60 @@ class _Connection(http.client.HTTPConnection):
         if self.sock is None:
             self.connect()
         self.sock.sendall(_POST % (accept, len(body)) + body)
+
+
+class _Response:
+    """A response, read from a socket as it comes. `http.client` takes longer for the head than the server for all."""
+
+    def __init__(self, sock: socket.socket, end_s: float) -> None:
+        """Read the head. `end_s` is the monotonic time until which all must have come, else a TimeoutError is raised.
+
+        Raises ConnectionError if the server sends anything but HTTP, or closes the connection before the end."""
+        self._sock = sock
+        self._end_s = end_s
+        self._parser = httptools.HttpResponseParser(self)
+        self._is_complete = False
+        self._pieces: list[bytes] = []
+        self.status = 0
+        self.keeps_alive = False
+        while not self.status:
+            self._receive()
+
+    def body(self) -> Iterator[bytes]:
+        """The pieces of the body. Raises TooLarge if they have more bytes than an output may have."""
+        n_bytes = 0
+        while True:
+            pieces, self._pieces = self._pieces, []
+            n_bytes += sum(map(len, pieces))
+            if n_bytes > MAX_OUTPUT_BYTES:
+                raise TooLarge(f"the predictor's output has more than {MAX_OUTPUT_BYTES >> 20} MiB")
+            yield from pieces
+            if self._is_complete:
+                return
+            self._receive()
+
+    def _receive(self) -> None:
+        if time.monotonic() > self._end_s:
+            raise TimeoutError
+        data = self._sock.recv(RECV_BYTES)
+        if not data:
+            raise ConnectionResetError("the predictor's server closed the connection")
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            raise ConnectionError(f"the predictor's server sent no HTTP: {error}") from None
+
+    # --- called by the parser ----------------------------------------------------------------------------------------
+
+    def on_headers_complete(self) -> None:
+        self.status = self._parser.get_status_code()
+        self.keeps_alive = self._parser.should_keep_alive()
+
+    def on_body(self, data: bytes) -> None:
+        self._pieces.append(data)
+
+    def on_message_complete(self) -> None:
+        self._is_complete = True
 
 
 class CogServer:
@@ -213,34 +269,28 @@ class CogServer:
         limit_s: float,
         on_output: Callable[[bytes], None] | None,
         context: bytes = b"",
-        on_sent: Callable[[], None] = lambda: None,
     ) -> Prediction:
         """Compute a prediction. `on_output` gets each output as it comes, where the predictor streams. `context`: a
-        JSON object for its scope. `on_sent` is called when the predictor's server has the input.
+        JSON object for its scope.
 
         Raises an EmberlineError: BadInput for what the predictor's schema refuses, PredictorCrashed if its process is
         gone, Cancelled, DeadlineExceeded, and PredictionFailed with the predictor's own error message."""
         body = b'{"id":"%s","input":%s,"context":%s}' % (name.encode(), given, context or b"{}")
-        connection = self._connection(limit_s)
+        connection, end_s = self._connection(limit_s), time.monotonic() + limit_s
         try:
             connection.post(body, b"application/json" if on_output is None else b"text/event-stream")
-            on_sent()
-            response = http.client.HTTPResponse(connection.sock, method="POST")
-            response.begin()
+            response = _Response(connection.sock, end_s)
             if on_output is not None and response.status == 200:
-                end_s = time.monotonic() + limit_s
-                finished = self._finished(self._stream(response, on_output, end_s))
+                finished = self._finished(self._stream(response, on_output))
                 self._drop_connection()  # the rest of the stream is not read
                 return finished
-            raw = response.read(MAX_OUTPUT_BYTES + 1)
-            if response.will_close:
+            raw = b"".join(response.body())
+            if not response.keeps_alive:
                 self._drop_connection()
-            if len(raw) > MAX_OUTPUT_BYTES:
-                raise TooLarge(f"the predictor's output has more than {MAX_OUTPUT_BYTES >> 20} MiB")
             if response.status != 200:
                 raise self._refusal(response.status, raw)
             return self._finished(_reply_decoder.decode(raw))
-        except (OSError, http.client.HTTPException) as error:
+        except OSError as error:
             self._drop_connection()
             if isinstance(error, TimeoutError):
                 raise DeadlineExceeded(f"the prediction did not end within {limit_s:g} s") from None
@@ -277,9 +327,9 @@ class CogServer:
 
     # --- replies -----------------------------------------------------------------------------------------------------
 
-    def _stream(self, response: http.client.HTTPResponse, on_output: Callable[[bytes], None], end_s: float) -> _Reply:
-        """Read server-sent events to the last one, `completed`. Raises TimeoutError if it has not come by `end_s`."""
-        for event, data in _events(_bounded_lines(response, end_s)):
+    def _stream(self, response: _Response, on_output: Callable[[bytes], None]) -> _Reply:
+        """Read server-sent events to the last one, `completed`."""
+        for event, data in _events(_lines(response.body())):
             if event == "output":
                 fields = _event_decoder.decode(data)
                 output = bytes(fields.get("chunk") or fields.get("output") or b"null")
@@ -287,7 +337,7 @@ class CogServer:
                 on_output(output)
             elif event == "completed":
                 return _reply_decoder.decode(data)
-        raise http.client.IncompleteRead(b"")
+        raise ConnectionResetError("the stream has no end")
 
     def _finished(self, reply: _Reply) -> Prediction:
         printed = reply.logs or ""
@@ -367,23 +417,22 @@ class CogServer:
             connection.close()
 
 
-def _bounded_lines(response: http.client.HTTPResponse, end_s: float) -> Iterator[bytes]:
-    """The lines of a body. Raises TooLarge if they are too long together, TimeoutError for one that comes too late."""
-    n_bytes = 0
-    while line := response.readline(MAX_OUTPUT_BYTES):
-        n_bytes += len(line)
-        if n_bytes > MAX_OUTPUT_BYTES:
-            raise TooLarge(f"the predictor's output has more than {MAX_OUTPUT_BYTES >> 20} MiB")
-        if time.monotonic() > end_s:
-            raise TimeoutError
-        yield line
+def _lines(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    """The lines of a body, without their ends."""
+    begun: list[bytes] = []
+    for piece in pieces:
+        *ends, rest = piece.split(b"\n")
+        for end in ends:
+            yield b"".join([*begun, end])
+            begun = []
+        begun.append(rest)
 
 
 def _events(lines: Iterable[bytes]) -> Iterator[tuple[str, bytes]]:
     """Server-sent events: name and data."""
     name, data = "", b""
     for line in lines:
-        text = line.rstrip(b"\r\n")
+        text = line.rstrip(b"\r")
         if not text:
             if data:
                 yield name, data

@@ -10,8 +10,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from queue import SimpleQueue
 
 import msgspec
 
@@ -33,6 +33,7 @@ from emberline.protocol.prediction import MAX_INPUT_BYTES, Manifest, Prediction,
 from emberline.protocol.request import EngineRequest
 
 MAX_WAITING = 256
+BEGIN_S = 0.05  # of a prediction that has not ended, after which the core is told that it runs
 PROGRESS_S = 1.0  # between two steps while predictions run: a step tells the core that the worker is alive
 POLL_S = 0.001  # between two looks at a slot: Cog's server frees it after its reply
 LATE_S = 5.0  # for a thread to see that its prediction's time is over; then the step ends it
@@ -82,9 +83,10 @@ class PredictionLoop(RequestLoop[_Waiting]):
         self._manifest = manifest
         self._server = server
         self._on_crash = on_crash
-        self._pool = ThreadPoolExecutor(manifest.slots, thread_name_prefix="prediction")
-        self._threads: set[Future[None]] = set()  # the busy ones
-        self._found: deque[tuple[_Waiting, TokenDelta]] = deque()  # by threads
+        self._threads: list[threading.Thread] = []  # one for each slot that was needed yet
+        self._n_busy = 0  # those of them that have a prediction
+        self._handed: SimpleQueue[_Waiting | None] = SimpleQueue()  # to them; None: end
+        self._found: deque[tuple[_Waiting, TokenDelta | None, bool]] = deque()  # by them; True: the thread is free
         self._crash = ""
         self._full = ""  # why the server starts again once no prediction runs; empty: it need not
         self._cancelled: dict[str, float] = {}  # predictions that clients have given up, and since when
@@ -108,15 +110,19 @@ class PredictionLoop(RequestLoop[_Waiting]):
         self._start_next()
 
     def _start_next(self) -> None:
-        """Hand waiting predictions, in order, to the threads that are free. The threads have no queue of their own: it
-        would keep the inputs of predictions that were aborted."""
-        while len(self._threads) < self._manifest.slots and not self._full:
+        """Hand waiting predictions, in order, to the threads that are free. No prediction waits in the threads' queue,
+        which would keep the inputs of those that were aborted."""
+        while self._n_busy < self._manifest.slots and not self._full:
             item = next((each for each in self._requests.values() if not each.is_started), None)
             if item is None:
                 return
             item.is_started = True
-            self._threads.add(thread := self._pool.submit(self._run, item))
-            thread.add_done_callback(lambda _: os.eventfd_write(self.wakeup, 1))
+            if self._n_busy == len(self._threads):
+                thread = threading.Thread(target=self._run_all, name="prediction", daemon=True)
+                self._threads.append(thread)
+                thread.start()
+            self._n_busy += 1
+            self._handed.put(item)
 
     def abort(self, request_id: str) -> TokenDelta | None:
         item = self._requests.get(request_id)
@@ -149,7 +155,13 @@ class PredictionLoop(RequestLoop[_Waiting]):
     @property
     def wake_s(self) -> float:  # type: ignore[override]
         """When the next step is due, if nothing wakes the socket server before."""
-        return time.monotonic() + PROGRESS_S
+        now_s = time.monotonic()
+        begins = [
+            (item.began_s or now_s) + BEGIN_S
+            for item in self._requests.values()
+            if item.is_started and not item.is_told and not item.is_over
+        ]
+        return min([now_s + PROGRESS_S, *begins])
 
     @property
     def busy(self) -> bool:
@@ -170,12 +182,16 @@ class PredictionLoop(RequestLoop[_Waiting]):
                 self._give_up(item)
         deltas = self._fail_late(now_s)
         while self._found:
-            item, delta = self._found.popleft()
-            if self._requests.get(item.request.id) is item:
+            item, delta, is_free = self._found.popleft()
+            self._n_busy -= is_free
+            if delta is not None and self._requests.get(item.request.id) is item:
                 deltas.append(delta)
                 if delta.finish is not None:
                     del self._requests[item.request.id]
-        self._threads = {thread for thread in self._threads if not thread.done()}
+        for item in self._requests.values():
+            if item.running and not item.is_told and not item.is_over and now_s >= item.began_s + BEGIN_S:
+                item.is_told = True
+                deltas.append(TokenDelta(item.request.id, usage=item.usage()))
         self._start_next()
         self._steps += 1
         self.computed_tokens += 1
@@ -194,19 +210,28 @@ class PredictionLoop(RequestLoop[_Waiting]):
     def close(self) -> None:
         """End the server and the threads, whose predictions fail."""
         self._server.kill()
-        self._pool.shutdown(cancel_futures=True)
+        for _ in self._threads:
+            self._handed.put(None)
+        for thread in self._threads:
+            thread.join()
 
     # --- threads -----------------------------------------------------------------------------------------------------
+
+    def _run_all(self) -> None:
+        while (item := self._handed.get()) is not None:
+            self._run(item)
+            del item
 
     def _run(self, item: _Waiting) -> None:
         request = item.request
         item.began_s = time.monotonic()
         if self._requests.get(request.id) is not item or self._crash:  # aborted while it waited
-            return
+            return self._tell(item, None, is_free=True)
         on_output = None
         if item.params.stream:
 
             def on_output(chunk: bytes) -> None:
+                item.is_told = True
                 self._tell(item, TokenDelta(request.id, values=chunk))
 
         try:
@@ -237,23 +262,17 @@ class PredictionLoop(RequestLoop[_Waiting]):
         if delta.error is not None and delta.error.kind == DeadlineExceeded.kind and not self._frees_slot(request.id):
             self._tell(item, delta)
             self._crash = "a prediction that was ended by its limit of time goes on"
-        self._tell(item, delta)
+        self._tell(item, delta, is_free=True)
 
     def _predict(self, item: _Waiting, limit_s: float, on_output: Callable[[bytes], None] | None) -> Prediction:
         """Compute a prediction. Waits for a slot that a cancelled prediction has not left yet."""
         if not item.params.input:
             return self._server.check()
         end_s = time.monotonic() + CANCEL_S
-        request, params = item.request, item.params
-
-        def on_sent() -> None:  # the core's part of a begin runs while the predictor computes
-            if not item.is_told:
-                item.is_told = True
-                self._tell(item, TokenDelta(request.id, usage=item.usage()))
-
+        name, params = item.request.id, item.params
         while True:
             try:
-                return self._server.predict(request.id, params.input, limit_s, on_output, params.context, on_sent)
+                return self._server.predict(name, params.input, limit_s, on_output, params.context)
             except Overloaded:
                 if time.monotonic() > end_s:
                     raise
@@ -280,8 +299,8 @@ class PredictionLoop(RequestLoop[_Waiting]):
             time.sleep(POLL_S)
         return True
 
-    def _tell(self, item: _Waiting, delta: TokenDelta) -> None:
-        self._found.append((item, delta))
+    def _tell(self, item: _Waiting, delta: TokenDelta | None, is_free: bool = False) -> None:
+        self._found.append((item, delta, is_free))
         os.eventfd_write(self.wakeup, 1)
 
 

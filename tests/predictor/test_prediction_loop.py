@@ -1,5 +1,6 @@
 """The loop of a predictor's worker, with a server that does what a hostile predictor could make it do."""
 
+import contextlib
 import errno
 import os
 import select
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 
 from emberline.predictor.cog_server import CogServer, PredictorCrashed
-from emberline.predictor.prediction_loop import CANCEL_S, LATE_S, OF_LAST, PredictionLoop
+from emberline.predictor.prediction_loop import BEGIN_S, CANCEL_S, LATE_S, OF_LAST, PredictionLoop
 from emberline.protocol.errors import BadInput, Cancelled, DeadlineExceeded, EmberlineError, PredictionFailed, TooLarge
 from emberline.protocol.frames import MAX_PROBLEM_CHARS
 from emberline.protocol.prediction import Manifest, Prediction, PredictParams
@@ -40,11 +41,8 @@ class HeldServer:
         """Log a line."""
         self.logged.append(text)
 
-    def predict(
-        self, name: str, given: bytes, limit_s: float, on_output: Any, context: bytes, on_sent: Callable[[], None]
-    ) -> Prediction:
+    def predict(self, name: str, given: bytes, limit_s: float, on_output: Any, context: bytes) -> Prediction:
         self.begun.append(name)
-        on_sent()
         self.may_end.wait(60)
         return Prediction()
 
@@ -110,13 +108,24 @@ def test_a_client_that_leaves_as_its_prediction_ends_costs_nothing(held: Any) ->
     loop, server, crashes = held
     server.may_end.set()
     loop.submit(request("done"), time.monotonic())
-    n_told = 0
-    while n_told < 3:  # it has begun, it has ended, its thread is free
-        select.select([loop.wakeup], [], [], 30)
-        n_told += os.eventfd_read(loop.wakeup)
+    select.select([loop.wakeup], [], [], 30)  # it has ended
+    assert os.eventfd_read(loop.wakeup) == 1
     assert loop.abort("done") is not None
     loop.step(time.monotonic() + CANCEL_S + 60)
     assert crashes == []
+
+
+def test_the_core_is_told_once_of_a_prediction_that_takes_some_time(held: Any) -> None:
+    loop, server, _ = held
+    now_s = time.monotonic()
+    loop.submit(request("slow"), now_s)
+    until(lambda: server.begun)
+    assert loop.step(now_s) == []
+    assert now_s < loop.wake_s <= time.monotonic() + BEGIN_S
+    (begin,) = loop.step(time.monotonic() + BEGIN_S)
+    assert (begin.id, begin.finish, begin.usage.predictions) == ("slow", None, 1)
+    assert loop.step(time.monotonic() + BEGIN_S) == []
+    assert loop.wake_s > time.monotonic() + BEGIN_S
 
 
 class FailingServer(HeldServer):
@@ -130,9 +139,7 @@ class FailingServer(HeldServer):
             f"the predictor failed: {os.strerror(errno.ENOSPC)}"
         )
 
-    def predict(
-        self, name: str, given: bytes, limit_s: float, on_output: Any, context: bytes, on_sent: Callable[[], None]
-    ) -> Prediction:
+    def predict(self, name: str, given: bytes, limit_s: float, on_output: Any, context: bytes) -> Prediction:
         if isinstance(self.outcome, Prediction):
             return self.outcome
         raise self.outcome
@@ -197,7 +204,8 @@ class HostileSandbox:
     def __init__(self, answer: Callable[[socket.socket], None]) -> None:
         self._answer = answer
         self.protections = find_protections()
-        self.pid, self.memory_bytes, self.problem, self.status = 0, 0, "", None
+        self.pid, self.memory_bytes, self.problem = 0, 0, ""
+        self.status: int | None = None
 
     def start(self, program: Any, output: int, descriptors: tuple[int, ...]) -> "HostileSandbox":
         self._listener = socket.socket(fileno=socket.dup(descriptors[0]))
@@ -235,6 +243,66 @@ def test_a_stream_that_never_ends_is_ended(tmp_path: Path) -> None:
     try:
         with pytest.raises(DeadlineExceeded, match=r"did not end within 0.05 s"):
             server.predict("a", b"{}", 0.05, lambda chunk: None)
+    finally:
+        server.kill()
+
+
+REPLY = b'{"status":"succeeded","output":"well"}'
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n"
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        HEAD + b"content-length: %d\r\n\r\n%s" % (len(REPLY), REPLY),
+        HEAD
+        + b"transfer-encoding: chunked\r\n\r\n9\r\n%s\r\n%x\r\n%s\r\n0\r\n\r\n"
+        % (REPLY[:9], len(REPLY) - 9, REPLY[9:]),
+    ],
+)
+@pytest.mark.parametrize("n_bytes", [1, 100_000])
+def test_a_reply_is_read_in_whatever_pieces_it_comes_and_the_connection_is_kept(
+    answer: bytes, n_bytes: int, tmp_path: Path
+) -> None:
+    def in_pieces(connection: socket.socket) -> None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for _ in range(2):
+            for at in range(0, len(answer), n_bytes):
+                connection.sendall(answer[at : at + n_bytes])
+            connection.recv(1 << 16)
+
+    server = CogServer(MANIFEST, tmp_path, HostileSandbox(in_pieces), {}, tmp_path / "log")  # type: ignore[arg-type]
+    try:
+        for name in ("a", "b"):  # the sandbox gives out one connection
+            assert bytes(server.predict(name, b"{}", 30.0, None).output) == b'"well"'
+    finally:
+        server.kill()
+
+
+@pytest.mark.parametrize("answer", [b"SSH-2.0-x\r\n", HEAD + b"content-length: 100\r\n\r\n{", b""])
+def test_a_reply_that_is_no_http_or_has_no_end_fails_the_prediction(answer: bytes, tmp_path: Path) -> None:
+    sandbox = HostileSandbox(lambda connection: connection.sendall(answer))
+    server = CogServer(MANIFEST, tmp_path, sandbox, {}, tmp_path / "log")  # type: ignore[arg-type]
+    sandbox.status = 1  # else its health is asked for, of nobody
+    try:
+        with pytest.raises(PredictorCrashed):
+            server.predict("a", b"{}", 30.0, None)
+    finally:
+        server.kill()
+
+
+def test_a_reply_that_comes_too_slowly_is_ended(tmp_path: Path) -> None:
+    def dribbles(connection: socket.socket) -> None:
+        connection.sendall(HEAD + b"content-length: 1000000\r\n\r\n")
+        with contextlib.suppress(OSError):
+            for _ in range(10_000):
+                connection.sendall(b" ")
+                time.sleep(0.001)
+
+    server = CogServer(MANIFEST, tmp_path, HostileSandbox(dribbles), {}, tmp_path / "log")  # type: ignore[arg-type]
+    try:
+        with pytest.raises(DeadlineExceeded, match=r"did not end within 0.05 s"):
+            server.predict("a", b"{}", 0.05, None)
     finally:
         server.kill()
 

@@ -212,6 +212,7 @@ class Server:
         self._drain_until_s: float | None = None
         self._accept_again_s = inf  # when to accept clients again; inf: the selector watches the listener
         self._busy_s = time.monotonic()  # the last time there was work
+        self._flushed_load: EngineLoad | None = None  # the load now, if the last flush has reported it
         self.watch(listener, self._accept)
         for executor in self._loop.executors.values():
             self.watch(executor.queue.wakeup, executor.queue.clear_wakeup)  # the next step handles the notices
@@ -314,7 +315,7 @@ class Server:
         if self._drain_until_s is not None:
             limits.append(self._drain_until_s)
         if subscribers := self._subscribers():
-            load = self._load
+            load = self._flushed_load or self._load
             limits.append(self._loop.report_s)
             limits += [c.reported_s + self._limits.report_s for c in subscribers if c.reported_load != load]
         next_s = min(limits, default=inf)
@@ -538,7 +539,7 @@ class Server:
         self._send_kv_events()
         now_s = time.monotonic()
         due = [c for c in self._connections if c.deltas or c.is_due(now_s)]
-        load = self._load if due else None
+        load = self._flushed_load = self._load if due else None
         for connection in due:
             assert load is not None
             before = connection.reported_load
@@ -594,7 +595,9 @@ def serve_senders(
 
 
 def _log_end(delta: TokenDelta, trace_id: str | None) -> None:
-    usage = msgspec.to_builtins(delta.usage) if delta.usage is not None else {}
     level = logging.WARNING if delta.finish == "error" else logging.DEBUG  # the core logs every end
+    if not _log.isEnabledFor(level):
+        return
+    usage = msgspec.to_builtins(delta.usage) if delta.usage is not None else {}
     message = delta.error.message if delta.error is not None else f"finished: {delta.finish}"
     _log.log(level, "%s", message, extra={"request_id": delta.id, "trace_id": trace_id, **usage})
