@@ -15,7 +15,9 @@ import msgspec
 
 ROOT = Path("/sys/fs/cgroup")
 PREFIX = "emberline"
-CPU_PERIOD_US = 100_000
+# A program may use its share of a period's CPU time at once, on several cores: other programs then wait that long.
+CPU_PERIOD_US = 10_000
+_MIN_QUOTA_US, _MAX_PERIOD_US = 1000, 1_000_000  # that the kernel takes
 REMOVE_S = 5.0  # for killed processes to be gone
 _numbers = itertools.count()
 
@@ -124,15 +126,16 @@ class ControlGroup:
             raise
 
     def _set(self, limits: GroupLimits) -> None:
-        quota = max(1000, int(limits.cpus * CPU_PERIOD_US))
+        period = min(max(CPU_PERIOD_US, int(_MIN_QUOTA_US / limits.cpus)), _MAX_PERIOD_US)
+        quota = max(_MIN_QUOTA_US, int(limits.cpus * period))
         if self._version == 2:
             self._write("memory", "memory.max", limits.memory_bytes)
             self._write("memory", "memory.swap.max", 0, optional=True)
-            self._write("cpu", "cpu.max", f"{quota} {CPU_PERIOD_US}")
+            self._write("cpu", "cpu.max", f"{quota} {period}")
         else:
             self._write("memory", "memory.limit_in_bytes", limits.memory_bytes)
             self._write("memory", "memory.memsw.limit_in_bytes", limits.memory_bytes, optional=True)
-            self._write("cpu", "cpu.cfs_period_us", CPU_PERIOD_US)
+            self._write("cpu", "cpu.cfs_period_us", period)
             self._write("cpu", "cpu.cfs_quota_us", quota)
         self._write("pids", "pids.max", limits.n_processes)
 
