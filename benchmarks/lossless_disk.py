@@ -148,7 +148,7 @@ def device_saving(source: SafetensorsFile) -> float:
     import torch
 
     with importable_kernels():
-        from emberline.kernels.gpu.lossless import pack_lossless
+        from emberline.kernels.gpu.lossless_packing import pack_lossless
 
     plain = packed = 0
     for tensor in source.tensors.values():

@@ -21,8 +21,8 @@ from emberline.kernels.gpu.backend.workspace import AttentionShape, Workspace, W
 from emberline.kernels.gpu.elementwise import gated_activation
 from emberline.kernels.gpu.formats.dense import DenseMatrix
 from emberline.kernels.gpu.formats.matrix_format import Fusion
-from emberline.kernels.gpu.launch import cdiv, compiling_only
-from emberline.kernels.gpu.lossless import DecodingTile, LosslessMatrix, decode_rows, pack_lossless
+from emberline.kernels.gpu.launch import cdiv, compiling_only, next_power_of_two
+from emberline.kernels.gpu.lossless import DecodingTile, LosslessMatrix, decode_rows
 from emberline.kernels.gpu.lossless_gemm import (
     LosslessGemmTile,
     LosslessGemvTile,
@@ -31,6 +31,7 @@ from emberline.kernels.gpu.lossless_gemm import (
     lossless_gemv,
 )
 from emberline.kernels.gpu.lossless_hopper import LosslessHopperTile, lossless_hopper_gemm
+from emberline.kernels.gpu.lossless_packing import pack_lossless
 
 DECODING = ((16, 128, 4), (8, 128, 4))
 HIDDEN, WIDTH = 4096, 14336
@@ -58,17 +59,8 @@ SHAPES = (
 
 def gemv_tiles(shape: Shape) -> list[LosslessGemvTile]:
     if shape.k > 8192:
-        found: list[tuple[int, ...]] = [
-            (16, 1),
-            (8, 2, 128),
-            (16, 1, 128, 2),
-            (8, 2, 128, 2),
-            (16, 1, 128, 4),
-            (8, 2, 128, 4),
-        ]
-    else:
-        found = [(4, 4), (4, 5, 96)]
-    return [LosslessGemvTile(*each) for each in found]
+        return [LosslessGemvTile(16, 1), LosslessGemvTile(8, 2, 128)]
+    return [LosslessGemvTile(4, 4), LosslessGemvTile(4, 5, 96)]
 
 
 def gemm_tiles(shape: Shape, m: int) -> list[LosslessGemmTile]:
@@ -92,19 +84,11 @@ def gemm_tiles(shape: Shape, m: int) -> list[LosslessGemmTile]:
     ]
 
 
-def hopper_tiles(shape: Shape, m: int) -> list[LosslessHopperTile]:
-    if m <= 8:
-        found = [(64, 8, 6, 8), (64, 8, 4, 8), (128, 8, 3, 8), (128, 8, 4, 8)]
-    elif m <= 64:
-        found = [(128, 64, 3, 6), (64, 64, 4, 4), (64, 64, 3, 4), (128, 64, 2, 4)]
-    else:
-        found = [(128, 256, 2, 3), (128, 128, 2, 4), (128, 128, 3, 4), (64, 256, 3, 3), (64, 128, 2, 2)]
-    return [
-        LosslessHopperTile(rows, tokens, splits, stages, token_stages)
-        for rows, tokens, stages, token_stages in found
-        for splits in (1, 2, 4, 8)
-        if splits == 1 or cdiv(shape.n * (1 + shape.gate), rows) * splits <= 600
-    ]
+def hopper_tiles(m: int) -> list[LosslessHopperTile]:
+    tokens = max(8, next_power_of_two(m))
+    others = {32: [(3, 6), (4, 3)], 64: [(2, 6), (3, 4)], 128: [(2, 3), (3, 2)], 256: [(2, 2)]}
+    tiles = [LosslessHopperTile(tokens, *each) for each in others.get(tokens, [(4, 4), (3, 4)])]
+    return [*tiles, *(LosslessHopperTile(128, *each) for each in others[128][:1] if tokens > 128)]
 
 
 class Bench:
@@ -166,8 +150,8 @@ class Bench:
                             x, packed[i % len(packed)], out, shape, tile, apart
                         )
         if self.hopper and (m > 1 or not shape.norm):
-            for hopper in hopper_tiles(shape, m):
-                name = f"hopper {hopper.rows} {hopper.tokens} /{hopper.splits} {hopper.stages} {hopper.token_stages}"
+            for hopper in hopper_tiles(m):
+                name = f"hopper {hopper.tokens} {hopper.stages} {hopper.pairs}"
                 runs[name] = lambda i, tile=hopper: lossless_hopper_gemm(
                     x, packed[i % len(packed)], out, tile, self.partial, gate=int(shape.gate), add=shape.add, pdl=1
                 )
@@ -252,12 +236,17 @@ def check_bits(device: str) -> None:
 
 def check_hopper() -> None:
     """The Gluon kernel against products of the decoded matrix, on odd sizes, with escapes and raw rows that matter."""
-    for m, n, k, tile in (
-        (8, 320, 1024, LosslessHopperTile(64, 8, 1, 4, 8)),
-        (61, 1000, 2048, LosslessHopperTile(128, 64, 4, 3, 6)),
-        (250, 640, 4096, LosslessHopperTile(128, 256, 2, 2, 3)),
-        (300, 640, 1024, LosslessHopperTile(64, 128, 1, 2, 2)),
+    for m, n, k, sizes in (
+        (2, 320, 256, (8, 4, 4)),
+        (8, 320, 1024, (8, 3, 4)),
+        (13, 77, 512, (16, 3, 4)),
+        (31, 1000, 3072, (32, 3, 6)),
+        (61, 40_000, 2048, (64, 3, 4)),
+        (128, 6144, 4096, (128, 2, 3)),
+        (250, 640, 4096, (256, 2, 2)),
+        (300, 640, 1024, (128, 2, 3)),
     ):
+        tile = LosslessHopperTile(*sizes)
         for gate, add in ((0, False), (1, False), (0, True)):
             weight = torch.randn(n * (1 + gate), k, device="cuda").bfloat16() * 0.02
             weight[5, 9], weight[1, 3], weight[n - 1, :3] = 70.0, 1e-20, 3.0
@@ -265,7 +254,7 @@ def check_hopper() -> None:
             x, out = torch.randn(m, k, device="cuda").bfloat16(), torch.randn(m, n, device="cuda").bfloat16()
             want = x.float() @ weight.float().T
             want = torch.nn.functional.silu(want[:, :n]) * want[:, n:] if gate else want + out * add
-            partial = torch.full((8 << 20,), torch.nan, device="cuda")
+            partial = torch.full((16 << 20,), torch.nan, device="cuda")
             lossless_hopper_gemm(x, pack_lossless(weight), out, tile, partial, gate=gate, add=add, pdl=1)
             off = float((out.float() - want).norm() / want.norm())
             print(f"hopper {m} {n} {k} gate {gate} add {add} {tile}: off by {off:.1e}", flush=True)

@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.gpu.kernels import Card, time_us
 from emberline.kernels.gpu.backend.matmul import Matmul
-from emberline.kernels.gpu.backend.workspace import AttentionShape, Workspace, WorkspaceSizes, mlp_tokens
+from emberline.kernels.gpu.backend.workspace import AttentionShape, Workspace, WorkspaceSizes
 from emberline.kernels.gpu.dequantize import pack_nibbles, pack_scales
 from emberline.kernels.gpu.formats.dense import DenseMatrix
 from emberline.kernels.gpu.formats.matrix_format import Fusion, Matrix
@@ -86,7 +86,7 @@ def measure(make: Callable[[int, int, Card], Matrix], rows: list[int], card: Car
             qkv, output, gate_up, down = layers[i % 3]
             multiply(x, qkv, workspace.take("qkv", m, QKV), Fusion(norm, 1e-5))
             multiply(workspace.take("normed", m, HIDDEN), output, x, Fusion(add=True), after_attention=True)
-            for part in torch.split(x, mlp_tokens(m)):
+            for part in torch.split(x, workspace.mlp_tokens(gate_up, m)):
                 activated = multiply.gated(part, gate_up, Fusion(norm, 1e-5, gate=1), down)
                 multiply(activated, down, part, Fusion(add=True))
 

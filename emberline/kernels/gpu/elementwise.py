@@ -31,7 +31,7 @@ def activation_fn(x, GELU: tl.constexpr):
 
 
 @triton.jit
-def _gated_activation(gate_up, out, width, GELU: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _gated_activation(gate_up, out, out_stride, width, GELU: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     pdl_launch_early(PDL)
     row = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -40,15 +40,15 @@ def _gated_activation(gate_up, out, width, GELU: tl.constexpr, BLOCK: tl.constex
     gate = tl.load(gate_up + row * 2 * width + col, mask=ok, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * width + width + col, mask=ok, other=0.0).to(tl.float32)
     gate = activation_fn(gate, GELU).to(out.dtype.element_ty).to(tl.float32)
-    tl.store(out + row * width + col, (gate * up).to(out.dtype.element_ty), mask=ok)
+    tl.store(out + row * out_stride + col, (gate * up).to(out.dtype.element_ty), mask=ok)
 
 
 def gated_activation(gate_up: Tensor, activation: str, out: Tensor, pdl: bool = False) -> None:
-    """out = activation(gate) * up. gate_up: [tokens, 2 * width], out: [tokens, width]."""
+    """out = activation(gate) * up. gate_up: [tokens, 2 * width], out: [tokens, width], with any stride between rows."""
     tokens, width = out.shape
     if tokens:
         _gated_activation[(tokens, cdiv(width, 2048))](
-            gate_up, out, width, GELU=activation == "gelu_tanh", BLOCK=2048, PDL=int(pdl),
+            gate_up, out, out.stride(0), width, GELU=activation == "gelu_tanh", BLOCK=2048, PDL=int(pdl),
             **launch_options(pdl, num_warps=4),
         )  # fmt: skip
 

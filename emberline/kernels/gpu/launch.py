@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -44,11 +45,13 @@ def supports_pdl() -> bool:
 
 @contextmanager
 def compiling_only(server: CompileServer | None = None) -> Iterator[None]:
-    """Inside, kernels are not launched but compiled, on all cores: on threads, or by the server's processes.
+    """Inside, kernels are not launched but compiled, on all cores: on threads, or by the server's processes. Kernels of
+    other threads, which pack weights meanwhile, are launched.
 
     Waits for the compilers in the end.
     """
     global _compiling
+    thread = get_ident()
     kernel_class = triton.JITFunction
     run = kernel_class.run
     compile_kernel = triton.compile if server is None else server.compile
@@ -61,6 +64,8 @@ def compiling_only(server: CompileServer | None = None) -> Iterator[None]:
         return kernel
 
     def compile_only(self, *args, grid, warmup, **kwargs):
+        if get_ident() != thread:
+            return run(self, *args, grid=grid, warmup=warmup, **kwargs)
         _ = self.device_caches[triton.runtime.driver.active.get_current_device()]  # its first use sets `compile`
         self.compile = compile_and_build
         return run(self, *args, grid=grid, warmup=True, **kwargs)

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,misc,no-untyped-call,untyped-decorator"
-"""BF16 weights in 12 bits each, bit for bit: layout, packing, its plain PyTorch reference, and decoding of rows.
+"""BF16 weights in 12 bits each, bit for bit: layout, its plain PyTorch reference, and decoding of rows.
 
 Nearly all exponents of a row lie within 16 neighbors. So a weight keeps its sign, its 7 bits of mantissa and the 4 low
 bits of its exponent's distance from the row's first exponent. The few weights outside, the escapes, are stored beside
@@ -15,9 +15,6 @@ multiplying a sum by it is exact.
 """
 
 from dataclasses import dataclass, replace
-from functools import cache
-from threading import Lock
-from typing import NamedTuple
 
 import torch
 import triton
@@ -28,15 +25,9 @@ from emberline.kernels.gpu.launch import INTERPRETED, cdiv, launch_options, next
 
 TILES = (256, 64)  # columns whose bits are interleaved: the first that divides a row's length, or the last
 PLANES = 3
-WINDOW = 16  # neighboring exponents that a code tells apart
 DECODED_EXPONENT = 112  # of code 0, before the row's scale
-MAX_COLUMNS = 1 << 16  # that an escape can name
 ROW_PIECE = 1 << 15
 RAW_SHARE = 64  # a row is stored raw if more than one of so many weights is an escape
-_FIRST, _LAST = 1, 255 - WINDOW  # of a row's window: no denormals, infinities or NaN in it
-PACKING_BYTES = 192 << 20  # of temporary memory: what a piece takes, and what PyTorch's allocator keeps of it
-_PACKED_WEIGHTS = 1 << 20  # of a piece, each with about 60 bytes of temporary memory
-_packing = Lock()  # held for a piece by the thread that packs it
 _INTERPRETED = tl.constexpr(INTERPRETED)
 
 
@@ -104,144 +95,6 @@ def plane_halves(k: int) -> int:
 
 def _copy_bits(target: Tensor, where: tuple[Tensor, ...], values: Tensor) -> None:
     target.view(torch.int16)[where] = values.view(torch.int16)
-
-
-# --- packing ----------------------------------------------------------------------------------------------------------
-
-
-class Room(NamedTuple):
-    """How many escapes and raw rows a matrix has memory for."""
-
-    escapes: int
-    raw_rows: int
-
-    @classmethod
-    def of(cls, n: int, k: int) -> "Room":
-        """Several times what trained weights need; half a percent of the matrix."""
-        return cls(n * k // 1024 + 1024, n // 1024 + 8)
-
-
-class LosslessPacker:
-    """Packs a matrix some rows at a time, into memory that is allocated at once.
-
-    Kernels may run before all rows are packed, as steps are prepared while weights are read: until `finish` the matrix
-    has no escapes, and no row names a raw row that does not exist.
-    """
-
-    def __init__(
-        self, n: int, k: int, device: torch.device | str, room: Room | None = None, bias: Tensor | None = None
-    ) -> None:
-        if k > MAX_COLUMNS:
-            raise ValueError(f"a row of {k} columns is longer than {MAX_COLUMNS}")
-        room = room or Room.of(n, k)
-        self.matrix = LosslessMatrix(
-            torch.empty(n, PLANES, plane_halves(k), dtype=torch.int16, device=device),
-            torch.ones(n, dtype=torch.float32, device=device),
-            torch.zeros(n + 1, dtype=torch.int32, device=device),
-            torch.zeros(room.escapes, dtype=torch.int32, device=device),
-            torch.empty(room.escapes, dtype=torch.bfloat16, device=device),
-            torch.empty(room.raw_rows, k, dtype=torch.bfloat16, device=device),
-            k,
-            bias,
-        )
-        self._counts = torch.zeros(n, dtype=torch.int32, device=device)  # escapes of each row
-        self._escapes: dict[int, tuple[Tensor, Tensor]] = {}  # places and values, by first row
-        self._raw: dict[int, Tensor] = {}
-
-    def pack(self, weight: Tensor, first: int) -> None:
-        """Pack rows `first` and on from bfloat16 [rows, k], which may be on the host. Parts of a matrix may come in any
-        order, on any thread; threads take turns."""
-        step, device = max(1, _PACKED_WEIGHTS // max(1, self.matrix.k)), self.matrix.codes.device
-        stream = _packing_stream(device)
-        for start in range(0, len(weight), step):
-            with _packing, torch.cuda.stream(stream):
-                self._pack(weight[start : start + step].to(device), first + start)
-                if stream is not None:
-                    stream.synchronize()
-
-    def _pack(self, weight: Tensor, first: int) -> None:
-        matrix, rows = self.matrix, slice(first, first + len(weight))
-        bits = weight.contiguous().view(torch.int16).to(torch.int32) & 0xFFFF
-        exponent = (bits >> 7) & 255
-        base = _best_windows(exponent)
-        code = exponent - base[:, None]
-        escaped = (code < 0) | (code >= WINDOW)
-        is_raw = escaped.sum(1) > matrix.k // RAW_SHARE
-        zeroed = escaped | is_raw[:, None]
-        low = (((code & 1) << 7) | (bits & 127)).masked_fill(zeroed, 0)
-        high = (((bits >> 15) << 3) | ((code >> 1) & 7)).masked_fill(zeroed, 0)
-        matrix.codes[rows] = _interleave(low, high, matrix.halves)
-        matrix.scale[rows] = torch.exp2((base - DECODED_EXPONENT).float()).masked_fill(is_raw, -1.0)
-        escaped &= ~is_raw[:, None]
-        self._counts[rows] = escaped.sum(1, dtype=torch.int32)
-        at = torch.nonzero(escaped)
-        places = (((at[:, 0] + first) & 0x7FFF) << 16 | at[:, 1]).to(torch.int32)
-        self._escapes[first] = places, weight[escaped]
-        self._raw[first] = weight[is_raw]
-
-    def finish(self) -> LosslessMatrix:
-        """Store escapes and raw rows. Raises ValueError where there are more than there is room for."""
-        matrix, order = self.matrix, sorted(self._raw)
-        n_escapes = sum(len(places) for places, _ in self._escapes.values())
-        n_raw = sum(map(len, self._raw.values()))
-        room = Room(len(matrix.places), len(matrix.raw))
-        if n_escapes > room.escapes or n_raw > room.raw_rows:
-            raise ValueError(
-                f"a matrix of {matrix.shape} has {n_escapes:,} escapes and {n_raw:,} raw rows, more than the"
-                f" {room.escapes:,} and {room.raw_rows:,} there is memory for: it does not compress"
-            )
-        if n_escapes:
-            torch.cat([self._escapes[first][0] for first in order], out=matrix.places[:n_escapes])
-            torch.cat([self._escapes[first][1] for first in order], out=matrix.values[:n_escapes])
-        if n_raw:
-            torch.cat([self._raw[first] for first in order], out=matrix.raw[:n_raw])
-            is_raw = matrix.scale < 0
-            matrix.scale.copy_(torch.where(is_raw, -is_raw.cumsum(0).float(), matrix.scale))
-        matrix.starts[1:] = self._counts.cumsum(0)
-        self._escapes, self._raw = {}, {}
-        return matrix
-
-
-@cache
-def _packing_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """One for all threads: PyTorch's allocator keeps the temporary memory of each stream apart. None: no GPU."""
-    return torch.cuda.Stream(device) if device.type == "cuda" else None
-
-
-def pack_lossless(weight: Tensor, bias: Tensor | None = None) -> LosslessMatrix:
-    """Pack a bfloat16 matrix [n, k]."""
-    packer = LosslessPacker(weight.shape[0], weight.shape[1], weight.device, Room(weight.numel(), len(weight)), bias)
-    packer.pack(weight, 0)
-    matrix = packer.finish()
-    n_escapes, n_raw = int(matrix.starts[-1]), int((matrix.scale < 0).sum())
-    places, values = matrix.places[:n_escapes].clone(), matrix.values[:n_escapes].clone()
-    return replace(matrix, places=places, values=values, raw=matrix.raw[:n_raw].clone())
-
-
-def _best_windows(exponent: Tensor) -> Tensor:
-    """The first exponent of the window that holds most of each row's, int32 [rows]."""
-    counts = torch.zeros(len(exponent), 256, dtype=torch.int32, device=exponent.device)
-    counts.scatter_add_(1, exponent.long(), torch.ones_like(exponent))
-    before = torch.nn.functional.pad(counts.cumsum(1, dtype=torch.int32), (1, 0))
-    held = before[:, _FIRST + WINDOW : _LAST + WINDOW + 1] - before[:, _FIRST : _LAST + 1]
-    return held.argmax(1).to(torch.int32) + _FIRST
-
-
-def _interleave(low: Tensor, high: Tensor, halves: int) -> Tensor:
-    """Low bytes and the 4 bits beside, int32 [rows, k] each, to the planes, int16 [rows, PLANES, tiles * halves]."""
-    missing = -low.shape[1] % (4 * halves)
-    low, high = (torch.nn.functional.pad(each, (0, missing)).unflatten(1, (-1, 4, halves)) for each in (low, high))
-    upper = ((high & 8) << 4) | (high & 7)  # in the place of A's columns
-    lower = (high & 8) | ((high & 7) << 4)  # in that of B's
-    a, b = low[:, :, 0] | low[:, :, 1] << 8, low[:, :, 2] | low[:, :, 3] << 8
-    n = upper[:, :, 0] | upper[:, :, 1] << 8 | lower[:, :, 2] | lower[:, :, 3] << 8
-    return torch.stack([a, b, n], dim=1).to(torch.int16).flatten(2)
-
-
-def lossless_bytes(n: int, k: int) -> int:
-    """Bytes of a packed matrix with the usual room."""
-    room = Room.of(n, k)
-    return n * PLANES * plane_halves(k) * 2 + 8 * n + 4 + 6 * room.escapes + 2 * k * room.raw_rows
 
 
 # --- device functions -------------------------------------------------------------------------------------------------

@@ -296,23 +296,29 @@ def load_escapes(places, values, starts, first, end, split, SPLITS: tl.constexpr
 
 
 @triton.jit
+def add_escapes(acc, place, value, mask, x_tile, row_scale, row):
+    """acc [ROWS, TOKENS] plus the true values of some escapes, less what they decode to, times x_tile, their tokens."""
+    kind: tl.constexpr = x_tile.dtype
+    own = ((row & 0x7FFF)[:, None] == ((place >> 16) & 0x7FFF)[None, :]) & mask[None, :]
+    acc = tl.dot(tl.where(own, value[None, :], 0.0).to(kind), x_tile, acc)
+    return tl.dot(tl.where(own, -_smallest(row_scale)[:, None], 0.0).to(kind), x_tile, acc)
+
+
+@triton.jit
 def tile_escapes(
-    acc, escapes, x, row_scale, places, values, row, t, m, k, SPLITS: tl.constexpr, SLOTS: tl.constexpr,
+    acc, escapes, x, t_stride, col_stride, row_scale, places, values, row, t, m, SPLITS: tl.constexpr,
+    SLOTS: tl.constexpr,
 ):  # fmt: skip
     """acc [ROWS, TOKENS] plus what the escapes of its rows add: those that were loaded, and every SPLITS'th SLOTS
     of them that follow."""
     place, value, at, stop = escapes
-    kind: tl.constexpr = x.dtype.element_ty
     while at < stop:
         slot = at + tl.arange(0, SLOTS)
         mask = slot < stop
-        col, index = place & 0xFFFF, (place >> 16) & 0x7FFF
-        x_tile = tl.load(
-            x + t.to(tl.int64)[None, :] * k + col[:, None], mask=mask[:, None] & (t < m)[None, :], other=0.0
-        )
-        own = ((row & 0x7FFF)[:, None] == index[None, :]) & mask[None, :]
-        acc = tl.dot(tl.where(own, value[None, :], 0.0).to(kind), x_tile, acc)
-        acc = tl.dot(tl.where(own, -_smallest(row_scale)[:, None], 0.0).to(kind), x_tile, acc)
+        col = place & 0xFFFF
+        x_ptrs = x + t.to(tl.int64)[None, :] * t_stride + col[:, None] * col_stride
+        x_tile = tl.load(x_ptrs, mask=mask[:, None] & (t < m)[None, :], other=0.0)
+        acc = add_escapes(acc, place, value, mask, x_tile, row_scale, row)
         at += SPLITS * SLOTS
         slot = at + tl.arange(0, SLOTS)
         place = tl.load(places + slot, mask=slot < stop, other=0)
@@ -321,7 +327,7 @@ def tile_escapes(
 
 
 @triton.jit
-def tile_raw(acc, x, raw, raw_row, t, m, k, begin, end, COLS: tl.constexpr):
+def tile_raw(acc, x, x_stride, raw, raw_row, t, m, k, begin, end, COLS: tl.constexpr):
     """acc with the rows that are stored raw in place of what was added for them: columns begin .. end - 1."""
     kind = x.dtype.element_ty
     is_raw = (raw_row >= 0)[:, None]
@@ -332,7 +338,7 @@ def tile_raw(acc, x, raw, raw_row, t, m, k, begin, end, COLS: tl.constexpr):
             col_mask = (col < k)[None, :]
             w = tl.load(raw + raw_row.to(tl.int64)[:, None] * k + col[None, :], mask=is_raw & col_mask, other=0.0)
             x_tile = tl.load(
-                x + t.to(tl.int64)[:, None] * k + col[None, :], mask=(t < m)[:, None] & col_mask, other=0.0
+                x + t.to(tl.int64)[:, None] * x_stride + col[None, :], mask=(t < m)[:, None] & col_mask, other=0.0
             )
             own = tl.dot(w.to(kind), tl.trans(x_tile), own)
     return tl.where(is_raw, own, acc)
@@ -412,12 +418,12 @@ def _lossless_gemm(
                 v = v0 if i == 0 else v1 if i == 1 else v2 if i == 2 else v3
                 acc_up = tl.dot(v.to(kind), x_slice, acc_up)
     acc *= row_scale[:, None]
-    acc = tile_escapes(acc, escapes, x, row_scale, places, values, row, t, m, k, SPLITS, SLOTS)
-    acc = tile_raw(acc, x, raw, raw_rows(row_scale), t, m, k, begin * H * 4, end * H * 4, 64)
+    acc = tile_escapes(acc, escapes, x, k, 1, row_scale, places, values, row, t, m, SPLITS, SLOTS)
+    acc = tile_raw(acc, x, k, raw, raw_rows(row_scale), t, m, k, begin * H * 4, end * H * 4, 64)
     if GATE:
         acc_up *= up_scale[:, None]
-        acc_up = tile_escapes(acc_up, up_escapes, x, up_scale, places, values, n + row, t, m, k, SPLITS, SLOTS)
-        acc_up = tile_raw(acc_up, x, raw, raw_rows(up_scale), t, m, k, begin * H * 4, end * H * 4, 64)
+        acc_up = tile_escapes(acc_up, up_escapes, x, k, 1, up_scale, places, values, n + row, t, m, SPLITS, SLOTS)
+        acc_up = tile_raw(acc_up, x, k, raw, raw_rows(up_scale), t, m, k, begin * H * 4, end * H * 4, 64)
     pdl_launch_late(PDL)
     last = True
     if SPLITS > 1:

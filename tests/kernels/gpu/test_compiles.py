@@ -130,16 +130,21 @@ LOSSLESS = """
 from emberline.kernels.gpu.lossless import _decode_rows
 from emberline.kernels.gpu.lossless_gemm import _lossless_gemv
 from emberline.kernels.gpu.lossless_hopper import _finish_product
+from emberline.kernels.gpu.lossless_packing import _write_codes, _write_escapes
 
 apart = ["*fp32", "*i32", "*i32", "*bf16", "*bf16"]  # scales, escapes and raw rows
 rows = ["*i16", *apart, "*i32", "*bf16", *["i32"] * 5, "fp32"]
 compiled(_decode_rows, rows, FACTOR=0, IDS=0, TILE_HALVES=64, ROWS=16, HALVES=128, SLOTS=64)
+rows = {"WINDOW": 16, "ZERO": 112}
+windows = {"FIRST": 1, "LAST": 239, "RAW_SHARE": 64, "TILE_HALVES": 64}
+compiled(_write_codes, ["*i16", "*i16", "*fp32", "*i32", "i32", "i32"], **rows, **windows, HALVES=512, COLS=2048)
+compiled(_write_escapes, ["*i16", "*fp32", "*i32", "*i32", "*i16", "i32", "i32"], **rows, COLS=1024)
 for gate in (0, 1):
     shared = {"BIAS": 0, "GATE": gate, "ADD": 1 - gate, "PDL": 1}
     types = ["*bf16", "*i32", *apart, "*bf16", "*fp32", "*bf16", "i32", "i32", "i32", "fp32"]
     compiled(_lossless_gemv, types, **shared, NORM=1, TILE_HALVES=64, WORDS=512, THREADS=128)
-    types = ["*fp32", "*bf16", *apart, "*bf16", "*bf16", *["i32"] * 5]
-    compiled(_finish_product, types, **shared, SPLITS=2, ROWS=64, TOKENS=64, SLOTS=64)
+    types = ["*fp32", "*bf16", "*bf16", "i32", *apart, "*bf16", "*bf16", *["i32"] * 9]
+    compiled(_finish_product, types, **shared, ROWS=16, TOKENS=64, TILE_TOKENS=64, PARTS=4, SLOTS=64)
 print("compiled")
 """
 LOSSLESS_HOPPER = """
@@ -147,9 +152,9 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from emberline.kernels.gpu.lossless_hopper import _SHARED, _lossless_hopper
 
 names = _lossless_hopper.arg_names
-others = ["*fp32", *["i32"] * 5, *["constexpr"] * 5]
+others = ["*bf16", "i32", "*bf16", "*fp32", *["i32"] * 6, *["constexpr"] * 4]
 maps = [f"tensordesc<bf16[256, 64],{_SHARED!r}>", f"tensordesc<i16[128, 64],{_SHARED!r}>"]
-constants = dict(zip([(i,) for i in range(8, 13)], [1, 128, 256, 2, 4], strict=True))
+constants = dict(zip([(i,) for i in range(12, 16)], [256, 2, 2, 1], strict=True))
 gluon_source = GluonASTSource(_lossless_hopper, dict(zip(names, [*maps, *others], strict=True)), constants, {})
 warps = 4
 """

@@ -7,21 +7,23 @@ import torch
 
 pytest.importorskip("triton")
 
-from emberline.kernels.gpu.lossless import (
-    PACKING_BYTES,
-    LosslessMatrix,
-    LosslessPacker,
-    Room,
-    decode_rows,
-    lossless_bytes,
-    pack_lossless,
-)
+from emberline.kernels.gpu import launch
+from emberline.kernels.gpu.lossless import LosslessMatrix, decode_rows
 from emberline.kernels.gpu.lossless_gemm import (
     LosslessGemmTile,
     LosslessGemvTile,
     lossless_gemm,
     lossless_gemm_floats,
     lossless_gemv,
+)
+from emberline.kernels.gpu.lossless_packing import (
+    PACKING_BYTES,
+    LosslessPacker,
+    Room,
+    lossless_bytes,
+    pack_lossless,
+    pack_rows,
+    pack_rows_reference,
 )
 from tests.kernels.gpu.batches import DEVICE, LIMIT, error, everyday, noise
 from tests.kernels.gpu.test_matmul import CASES, WITHOUT_NORM, expected
@@ -77,6 +79,18 @@ def test_every_bit_comes_back(name: str) -> None:
     out = torch.full_like(weight, 3.0)
     decode_rows(matrix, out)
     assert same_bits(out, weight)
+
+
+@pytest.mark.parametrize("weight", [odd(9, 320, True), normal(6, 2304), patterns().view(256, 256)[:12]])
+def test_kernels_pack_as_the_reference_does(weight: torch.Tensor) -> None:
+    (n, k), first, found = weight.shape, 70_000, []
+    for pack in (pack_rows_reference, pack_rows):
+        packer, counts = LosslessPacker(first + n, k, DEVICE), torch.zeros(first + n, dtype=torch.int32, device=DEVICE)
+        parts = pack(weight, first, packer.matrix, counts)
+        found.append([counts, packer.matrix.scale[first:], packer.matrix.codes[first:], *parts])
+    for got, want in zip(found[1], found[0], strict=True):
+        assert got.dtype == want.dtype
+        assert torch.equal(*(each.view(torch.int16) if each.dtype == torch.bfloat16 else each for each in (got, want)))
 
 
 def packed_bytes(matrix: LosslessMatrix) -> int:
@@ -190,3 +204,12 @@ def test_threads_that_pack_take_the_memory_of_one_piece() -> None:
         list(threads.map(pack, packers))
     assert torch.cuda.max_memory_reserved() - before < PACKING_BYTES
     assert all(same_bits(packer.finish().dense(), weight.to(DEVICE)) for packer in packers)
+
+
+@pytest.mark.gpu
+def test_weights_are_packed_while_another_thread_compiles() -> None:
+    """Steps are prepared while weights are read: there kernels are only compiled, but not those of the loader."""
+    weight = normal(300, 1024)
+    with launch.compiling_only(), ThreadPoolExecutor(1) as thread:
+        matrix = thread.submit(pack_lossless, weight).result()
+    assert same_bits(matrix.dense(), weight)

@@ -15,7 +15,8 @@ from emberline.kernels.gpu.backend.workspace import AttentionShape, Workspace, W
 from emberline.kernels.gpu.formats.dense import DenseMatrix
 from emberline.kernels.gpu.formats.matrix_format import Fusion
 from emberline.kernels.gpu.formats.registry import load_stacked, workspace_needs
-from emberline.kernels.gpu.lossless import LosslessMatrix, pack_lossless
+from emberline.kernels.gpu.lossless import LosslessMatrix
+from emberline.kernels.gpu.lossless_packing import pack_lossless
 from emberline.models.decoder import Decoder
 from emberline.models.llama import llama
 from emberline.models.registry import lay_out

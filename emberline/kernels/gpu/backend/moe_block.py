@@ -16,7 +16,7 @@ from torch import Tensor
 from emberline.kernels.backend import MLP, MoE
 from emberline.kernels.collectives import Collectives
 from emberline.kernels.gpu.backend.matmul import Matmul
-from emberline.kernels.gpu.backend.workspace import BESIDE_TOKENS, Workspace, mlp_tokens, result_columns
+from emberline.kernels.gpu.backend.workspace import BESIDE_TOKENS, Workspace, result_columns
 from emberline.kernels.gpu.elementwise import add_norm
 from emberline.kernels.gpu.formats.dense import MAX_WHOLE_ROW, DenseMatrix
 from emberline.kernels.gpu.formats.matrix_format import GATES, Fusion
@@ -130,7 +130,7 @@ def _add_shared(
     shared: MLP, normed: Tensor, x: Tensor, workspace: Workspace, matmul: Matmul, add: bool = True
 ) -> None:  # fmt: skip
     """Compute the shared experts into x, or add them to x if `add`."""
-    n = mlp_tokens(len(x))
+    n = workspace.mlp_tokens(shared.gate_up, len(x))
     for given, to in zip(torch.split(normed, n), torch.split(x, n), strict=True):
         activated = workspace.take("activated", len(given), shared.down.shape[1])
         matmul(given, shared.gate_up, activated, Fusion(gate=GATES.index(shared.activation)))

@@ -31,7 +31,6 @@ from emberline.kernels.gpu.backend.workspace import (
     StepShape,
     Workspace,
     WorkspaceSizes,
-    mlp_tokens,
 )
 from emberline.kernels.gpu.decode_attention import decode_attention, shared_prefix_attention
 from emberline.kernels.gpu.elementwise import add_norm
@@ -296,7 +295,7 @@ class TritonBackend:
 
     def mlp(self, mlp: MLP, residual: Tensor) -> None:
         fusion = Fusion(mlp.norm, mlp.eps, gate=GATES.index(mlp.activation))
-        for x in torch.split(residual, mlp_tokens(len(residual))):
+        for x in torch.split(residual, self._workspace.mlp_tokens(mlp.gate_up, len(residual))):
             activated = self._matmul.gated(x, mlp.gate_up, fusion, mlp.down)
             self.linear_add(activated, mlp.down, x, mlp.post_norm, mlp.eps)
 

@@ -17,7 +17,8 @@ from torch import Tensor
 from emberline.kernels.backend import MLP, Attention, GroupedQueryAttention, Layer, MoE
 from emberline.kernels.gpu import long_attention, prefill_attention, split_kv
 from emberline.kernels.gpu.decode_attention import n_prefix_splits
-from emberline.kernels.gpu.formats.matrix_format import DEQUANTIZED_BYTES
+from emberline.kernels.gpu.formats.matrix_format import DEQUANTIZED_BYTES, SLICE_ROWS, Matrix
+from emberline.kernels.gpu.formats.registry import format_of
 from emberline.kernels.gpu.launch import cdiv
 from emberline.kernels.gpu.mla import splits as latent_splits
 from emberline.kernels.gpu.mla.attention import LSE_ROOM, latent_tile, partial_floats, tile_tokens
@@ -27,17 +28,13 @@ from emberline.kernels.gpu.verify_attention import verifies, verify_partial_floa
 
 ABSORBED_TOKENS = 1024  # of MLA; no captured step has more
 MLP_TOKENS = 2048  # for which an MLP's intermediates are computed at a time
+UNSLICED_TOKENS = 256  # whose product with gate and up is computed at once in any case
 RESULT_BYTES = 256 << 20  # of the experts' results, computed at a time before they are summed
 PARTIAL_FLOATS = 4 << 20  # for split-K matmuls
 COUNTERS = 1 << 16
 BESIDE_TOKENS = 32  # of a step whose shared experts are computed on a second stream
 BESIDE_FLOATS = 1 << 20  # for its split-K matmuls
 _ALIGN = 256
-
-
-def mlp_tokens(tokens: int) -> int:
-    """Number of a step's tokens that an MLP processes at a time: cuBLAS is a tenth slower at 1,024 than at 2 x 512."""
-    return 512 if tokens == 1024 else MLP_TOKENS
 
 
 def result_columns(pairs: int, hidden: int, item: int) -> int:
@@ -94,6 +91,7 @@ class WorkspaceSizes:
     verify_rows: int = 0  # the most rows of a step that verifies drafts
     tp: int = 1  # ranks that divide the blocks, whose outputs are summed
     draft_hidden: int = 0  # of a draft head; 0: there is none
+    sliced: bool = False  # MLPs are computed for all tokens at once, in slices of their neurons
 
     @property
     def absorbed_tokens(self) -> int:
@@ -103,7 +101,7 @@ class WorkspaceSizes:
     @classmethod
     def of(
         cls, model: Any, max_tokens: int, max_rows: int, max_samples: int, item: int = 2, quantized: bool = False,
-        fp8: bool = False, verify_rows: int = 0, head: Layer | None = None,
+        fp8: bool = False, sliced: bool = False, verify_rows: int = 0, head: Layer | None = None,
     ) -> "WorkspaceSizes":  # fmt: skip
         """Sizes of a `models.decoder.Decoder`. head: the layer of its draft head, whose KV group comes last."""
         layout = model.shard.layout
@@ -131,6 +129,7 @@ class WorkspaceSizes:
             verify_rows,
             layout.tp,
             0 if head is None else head.attention.output.shape[0],
+            sliced,
         )
 
 
@@ -184,9 +183,13 @@ def _layout(s: WorkspaceSizes) -> dict[str, tuple[int, int]]:
     if latent:
         _add_latent(regions, s, latent, attention)
     # The feed-forward block runs after attention and reuses its memory.
-    both = max(min(s.max_tokens, MLP_TOKENS) * 2 * s.mlp, s.max_tokens * s.hidden)
-    after = regions.add("gate_up", both * s.item, layer)
-    regions.add("activated", min(s.max_tokens, MLP_TOKENS) * s.mlp * s.item, after)
+    at_once = min(s.max_tokens, MLP_TOKENS)
+    both = at_once * 2 * s.mlp
+    if s.sliced:
+        both = max(min(s.max_tokens, UNSLICED_TOKENS) * 2 * s.mlp, s.max_tokens * min(SLICE_ROWS, 2 * s.mlp))
+        at_once = s.max_tokens
+    after = regions.add("gate_up", max(both, s.max_tokens * s.hidden) * s.item, layer)
+    regions.add("activated", at_once * s.mlp * s.item, after)
     if s.tp == 1:
         regions.add("block_output", tokens * s.hidden, layer)  # of a block, awaiting its norm: over gate and up
     else:
@@ -316,6 +319,14 @@ class Workspace:
         other._regions = self._regions | {name: self._regions[f"beside_{name}"] for name in ("gate_up", "activated")}
         other.matmul, other.counters = self.region("beside_matmul"), self.region("beside_counters", torch.int32).zero_()
         return other
+
+    def mlp_tokens(self, gate_up: Matrix, tokens: int) -> int:
+        """Number of a step's tokens that an MLP processes at a time: cuBLAS is a tenth slower at 1,024 than at
+        2 x 512."""
+        if format_of(gate_up).sliced:
+            return tokens
+        room = self._regions["gate_up"][1] // (gate_up.shape[0] * self.sizes.item)
+        return min(room, 512 if tokens == 1024 else MLP_TOKENS)
 
     def region(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
         """A whole region as a flat tensor."""

@@ -15,21 +15,14 @@ from emberline.kernels.gpu.elementwise import gated_activation
 from emberline.kernels.gpu.formats.matrix_format import (
     DEQUANTIZED_BYTES,
     GATES,
+    SLICE_ROWS,
     Fusion,
     Launcher,
     MatrixFormat,
+    rows_at_once,
 )
 from emberline.kernels.gpu.launch import INTERPRETED
-from emberline.kernels.gpu.lossless import (
-    MAX_COLUMNS,
-    PACKING_BYTES,
-    ROW_PIECE,
-    TILES,
-    LosslessMatrix,
-    LosslessPacker,
-    decode_rows,
-    lossless_bytes,
-)
+from emberline.kernels.gpu.lossless import ROW_PIECE, TILES, LosslessMatrix, decode_rows
 from emberline.kernels.gpu.lossless_gemm import (
     MAX_GATED,
     MAX_GEMV_COLS,
@@ -39,6 +32,7 @@ from emberline.kernels.gpu.lossless_gemm import (
     lossless_gemv,
     lossless_gemv_tile,
 )
+from emberline.kernels.gpu.lossless_packing import MAX_COLUMNS, PACKING_BYTES, LosslessPacker, lossless_bytes
 
 MAX_HOPPER = 256  # tokens; above, the matrix is decoded for cuBLAS
 WORTHWHILE = 0.9  # a matrix is packed if it takes less than this share of its bytes as BF16
@@ -46,6 +40,8 @@ WORTHWHILE = 0.9  # a matrix is packed if it takes less than this share of its b
 
 class Lossless(MatrixFormat):
     matrix = LosslessMatrix
+    workspace_needs = frozenset({"quantized", "sliced"})
+    sliced = True
     loading_bytes = PACKING_BYTES
 
     def load(
@@ -94,6 +90,27 @@ class Lossless(MatrixFormat):
         if apart:
             gated_activation(product, GATES[fusion.gate], out, pdl=on.pdl)
 
+    def unfused(
+        self, on: Launcher, x: Tensor, matrix: LosslessMatrix, out: Tensor, fusion: Fusion
+    ) -> None:  # fmt: skip
+        """Launch norm, product and gate one after the other. Gate and up of some neurons are decoded at a time, once
+        for all tokens."""
+        if not fusion.gate:
+            super().unfused(on, x, matrix, out, fusion)
+            return
+        x, width, k = on.normed(x, fusion), out.shape[1], matrix.k
+        step = min(SLICE_ROWS, rows_at_once(2 * width, k * x.element_size())) // 2
+        for first in range(0, width, step):
+            end = min(width, first + step)
+            n, weight = end - first, on.workspace.take("dequantized", 2 * (end - first), k)
+            self.write_rows(matrix, weight[:n], first=first)
+            self.write_rows(matrix, weight[n:], first=width + first)
+            gate_up, bias = on.workspace.take("gate_up", len(x), 2 * n), matrix.bias
+            if bias is not None:
+                bias = torch.cat([bias[first:end], bias[width + first : width + end]])
+            on.library(x, weight, bias, gate_up, False)
+            gated_activation(gate_up, GATES[fusion.gate], out[:, first:end], pdl=on.pdl)
+
     def product(self, on: Launcher, x: Tensor, matrix: LosslessMatrix, out: Tensor, add: bool) -> None:
         """Multiply the matrix in pieces of rows if it is too large for the workspace, or decode it for the library."""
         if on.deterministic or len(x) > MAX_HOPPER or _hopper() is None or matrix.shape[0] <= ROW_PIECE:
@@ -113,8 +130,8 @@ class Lossless(MatrixFormat):
         hopper, m, (rows, k) = _hopper(), len(x), matrix.shape
         if hopper is None or m > MAX_HOPPER or k % TILES[0] or x.dtype != torch.bfloat16 or out.dtype != x.dtype:
             return False
-        tile, room = hopper.lossless_hopper_tile(m, rows, k), DEQUANTIZED_BYTES // 4
-        if tile is None or hopper.lossless_hopper_floats(rows, m, tile) > room:
+        tile, room = hopper.lossless_hopper_tile(m, rows, k, bool(fusion.gate)), DEQUANTIZED_BYTES // 4
+        if tile is None or hopper.lossless_hopper_floats(rows, k, m, tile) > room:
             return False
         if fusion.norm is None and (x.stride(0) % 8 or x.data_ptr() % 16):  # not what the copy engine reads
             return False

@@ -14,9 +14,11 @@ from torch import Tensor
 from emberline.kernels.backend import WeightSource
 from emberline.kernels.gpu.elementwise import add_norm, gated_activation
 from emberline.kernels.gpu.gemm import batch_invariant_matmul
+from emberline.kernels.gpu.launch import cdiv
 
 GATES = ("", "silu", "gelu_tanh")
-DEQUANTIZED_BYTES = 32 << 20  # of a matrix, decoded at a time for cuBLAS
+DEQUANTIZED_BYTES = 64 << 20  # of a matrix, decoded at a time for cuBLAS; or partial sums
+SLICE_ROWS = 4096  # of gate and up, decoded at a time where an MLP is computed in slices of its neurons
 
 
 class WorkspaceMemory(Protocol):
@@ -88,6 +90,7 @@ class MatrixFormat:
     matrix: ClassVar[type[Any]]  # the class of its matrices
     workspace_needs: ClassVar[frozenset[str]] = frozenset({"quantized"})  # see `workspace.WorkspaceSizes`
     loading_bytes: ClassVar[int] = 0  # that loading takes beside the matrices, while steps are prepared already
+    sliced: ClassVar[bool] = False  # all tokens of a step are multiplied by some rows of gate and up at a time
     beside_experts: ClassVar[bool] = False  # few tokens are multiplied on a second stream, with memory of its own
 
     def load(
@@ -144,9 +147,15 @@ class MatrixFormat:
     def product(self, on: Launcher, x: Tensor, matrix: Any, out: Tensor, add: bool) -> None:
         """Multiply by the library, the matrix decoded in pieces."""
         n, k = matrix.shape
-        rows = DEQUANTIZED_BYTES // (k * x.element_size()) // 64 * 64
+        rows = rows_at_once(n, k * x.element_size())
         for first in range(0, n, rows):
             weight = on.workspace.take("dequantized", min(rows, n - first), k)
             self.write_rows(matrix, weight, first=first)
             bias = None if matrix.bias is None else matrix.bias[first : first + rows]
             on.library(x, weight, bias, out[:, first : first + rows], add)
+
+
+def rows_at_once(n: int, row_bytes: int) -> int:
+    """Rows of a matrix of n that are decoded at a time: equal pieces, as cuBLAS wastes time on small ones."""
+    most = DEQUANTIZED_BYTES // row_bytes // 128 * 128
+    return min(most, cdiv(cdiv(n, cdiv(n, most)), 128) * 128)

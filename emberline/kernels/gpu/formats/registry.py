@@ -42,7 +42,7 @@ def load_stacked(
 def workspace_needs(matrices: Iterable[Any]) -> dict[str, bool]:
     """Arguments of `WorkspaceSizes.of`: the optional regions that products with these matrices use."""
     needed = frozenset[str]().union(*(each.workspace_needs for each in _formats(matrices)))
-    return {name: name in needed for name in ("quantized", "fp8")}
+    return {name: name in needed for name in ("quantized", "fp8", "sliced")}
 
 
 def loading_bytes(matrices: Iterable[Any]) -> int:

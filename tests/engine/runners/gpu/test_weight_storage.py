@@ -11,7 +11,7 @@ from emberline.engine.planning.layout_plan import Planner, Workload
 from emberline.engine.runners.gpu.weight_storage import GIB, Room, choose
 from emberline.engine.worker import build as worker
 from emberline.engine.worker.main import parse_arguments
-from emberline.kernels.gpu.lossless import PACKING_BYTES
+from emberline.kernels.gpu.lossless_packing import PACKING_BYTES
 from emberline.protocol.parallel_layout import Layout
 from emberline.weights.lossless_files import MANIFEST
 from emberline.weights.lossless_folder import compress_folder
