@@ -62,8 +62,26 @@ class CodedPiece(NamedTuple):
         reader.decode(self)
 
 
+class HandedPiece(NamedTuple):
+    """Rows of a BF16 matrix as they are stored, which are handed over in the thread's pinned memory."""
+
+    weight: Weight
+    consume: Callable[[Tensor], None]
+
+    @property
+    def stored(self) -> list[FileBytes]:
+        raw, location = self.weight.raw, self.weight.location
+        if isinstance(raw, LosslessRows):
+            return _stored(raw)
+        assert location is not None
+        return [FileBytes(*location, raw.nbytes)]
+
+    def run(self, reader: "_Reader") -> None:
+        reader.hand_over(self.weight, self.consume)
+
+
 class HostPiece(NamedTuple):
-    """A weight that is converted on the host, or handed over there."""
+    """A weight that is converted on the host, or handed over after that."""
 
     weight: Weight
     run: "Callable[[_Reader], None]"
@@ -74,7 +92,7 @@ class HostPiece(NamedTuple):
         return _stored(raw) if isinstance(raw, LosslessRows) and self.weight.order is None else []
 
 
-Piece = FilePiece | CodedPiece | HostPiece
+Piece = FilePiece | CodedPiece | HandedPiece | HostPiece
 
 
 def _stored(rows: LosslessRows) -> list[FileBytes]:
@@ -120,7 +138,11 @@ class WeightLoader:
 
     def read(self, weight: Weight, consume: Callable[[Tensor], None]) -> None:
         """Schedule a BF16 weight to be read and handed to `consume` on the host, on the stream of the thread."""
-        self._pieces.append(HostPiece(weight, lambda reader: reader.hand_over(weight, consume)))
+        as_is = weight.order is None and not weight.shift and not weight.transposed
+        if as_is and weight.raw.nbytes <= PIECE_BYTES and (weight.location or isinstance(weight.raw, LosslessRows)):
+            self._pieces.append(HandedPiece(weight, consume))
+        else:
+            self._pieces.append(HostPiece(weight, lambda reader: reader.hand_over_converted(weight, consume)))
 
     def then(self, action: Callable[[], None]) -> None:
         """Call `action` when everything is read, on the thread that calls `finish`: to rearrange what was read."""
@@ -131,7 +153,7 @@ class WeightLoader:
         if self._read_ahead is not None:
             self._read_ahead.stop()
         pieces, self._pieces = self._in_order(), []
-        self._n_bytes = sum(piece.target.nbytes for piece in pieces if not isinstance(piece, HostPiece))
+        self._n_bytes = sum(piece.target.nbytes for piece in pieces if isinstance(piece, FilePiece | CodedPiece))
         local = threading.local()
 
         def run(piece: Piece) -> None:
@@ -262,7 +284,21 @@ class _Reader:
             target.copy_(numbers)
 
     def hand_over(self, weight: Weight, consume: Callable[[Tensor], None]) -> None:
-        numbers = self._numbers(weight, torch.bfloat16)
+        buffer, n, skip = self._next_buffer(), weight.raw.nbytes, 0
+        if isinstance(weight.raw, LosslessRows):
+            weight.raw.read(buffer[:n].numpy(), self._read_plane)
+        else:
+            assert weight.location is not None
+            skip = self._read(FileBytes(*weight.location, n), weight.raw.ctypes.data, buffer.numpy())
+        if skip % 2:  # an odd place in the file, which no tensor of 16 bits may have
+            self.hand_over_converted(weight, consume)
+        else:
+            self._give(buffer[skip : skip + n].view(torch.bfloat16).view(weight.shape), consume)
+
+    def hand_over_converted(self, weight: Weight, consume: Callable[[Tensor], None]) -> None:
+        self._give(self._numbers(weight, torch.bfloat16), consume)
+
+    def _give(self, numbers: Tensor, consume: Callable[[Tensor], None]) -> None:
         if not self._cuda:
             consume(numbers)
             return

@@ -25,6 +25,7 @@ Shape = tuple[int, ...]
 
 GROUP = 32  # weights that share a scale and an offset in the affine form
 _CHUNK_WEIGHTS = 1 << 24  # float32 numbers held at once while a quantized weight is converted to another dtype
+_HANDED_WEIGHTS = 1 << 23  # BF16 numbers handed over at once: what a loader's buffer holds
 
 # --- block formats ----------------------------------------------------------------------------------------------------
 
@@ -302,7 +303,7 @@ class Weight:
         at once, or by the time that the loader finishes, on its threads."""
         import torch
 
-        step = max(1, _CHUNK_WEIGHTS // max(1, self.shape[1]))
+        step = max(1, _HANDED_WEIGHTS // max(1, self.shape[1]))
         for start in range(0, self.shape[0], step):
             rows = self.slice(0, start, min(start + step, self.shape[0]))
             if self.loader is not None:

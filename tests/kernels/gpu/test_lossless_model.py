@@ -108,15 +108,18 @@ def test_deterministic_products_are_those_of_the_dense_matrix() -> None:
     assert torch.equal(*outs)
 
 
-def test_matrices_of_a_compressed_checkpoint_are_packed_as_those_of_its_source(tmp_path: Path) -> None:
+@pytest.mark.parametrize("compressed", [True, False])
+def test_matrices_are_packed_from_either_form_of_a_checkpoint(tmp_path: Path, compressed: bool) -> None:
     weight = (torch.randn(600, 512, generator=torch.Generator().manual_seed(3)) * 0.02).bfloat16()
     stored_bytes = weight.view(torch.uint8).numpy().tobytes()
     write_safetensors(tmp_path / "model.safetensors", {"w": ("BF16", (600, 512), stored_bytes)})
+    source = SafetensorsFile.open(tmp_path / "model.safetensors")
     with ThreadPoolExecutor(2) as threads:
-        LosslessWriter(SafetensorsFile.open(tmp_path / "model.safetensors"), tmp_path, threads).write(lambda *_: None)
-    raw, _ = LosslessFile.open(tmp_path / "model.lossless.safetensors").rows_of("w")
+        LosslessWriter(source, tmp_path, threads).write(lambda *_: None)
+    file = LosslessFile.open(tmp_path / "model.lossless.safetensors") if compressed else source
+    raw, location = file.rows_of("w")
     loader = WeightLoader(DEVICE)
-    stored = Weight("w", (600, 512), "bf16", cast(Bytes, raw), loader=loader)
+    stored = Weight("w", (600, 512), "bf16", cast(Bytes, raw), location=location, loader=loader)
     parts = [stored.slice(0, 0, 70), stored.slice(0, 70, 600)]  # as ranks and stacked matrices have them
     packed = load_stacked(parts, None, torch.bfloat16, DEVICE, compress=True)
     loader.finish()
