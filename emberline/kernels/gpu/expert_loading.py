@@ -102,7 +102,7 @@ def _first_bytes(memory: Tensor, rows: int, row_bytes: int) -> Tensor:
 class _Converted:
     """A tensor that a loader's thread makes on the host; to the loader a weight like any other."""
 
-    kind, order, shift, transposed, location = "converted", None, 0.0, False, None
+    kind, raw, order, shift, transposed, location = "converted", None, None, 0.0, False, None
 
     def __init__(self, of: Any, make: Callable[[], Tensor]) -> None:
         self.name, self._loader, self._make = of.name, of.loader, make
