@@ -37,6 +37,7 @@ EXPLAIN_S = 0.5  # for a server to end, whose end would explain a lost connectio
 GRACE_S = 5.0  # for the server to end, when asked
 CONTROL_S = 10.0  # for an answer to anything but a prediction
 RECV_BYTES = 256 << 10
+MAX_FRAMING_BYTES = 64 << 10  # of a response's head, or of its chunks' extensions or its trailers between two pieces
 SOURCE = "/src"  # where the predictor sees its project, as in Cog's containers
 STORE = "/store"
 RELAY = "/relay.py"
@@ -119,15 +120,17 @@ class _Response:
     def __init__(self, sock: socket.socket, end_s: float) -> None:
         """Read the head. `end_s` is the monotonic time until which all must have come, else a TimeoutError is raised.
 
-        Raises ConnectionError if the server sends anything but HTTP, or closes the connection before the end."""
+        Raises ConnectionError if the server sends anything but HTTP, a head without end, or closes the connection
+        before the end."""
         self._sock = sock
         self._end_s = end_s
         self._parser = httptools.HttpResponseParser(self)
         self._is_complete = False
         self._pieces: list[bytes] = []
+        self._framing_bytes = 0  # since the last piece of the body: the parser keeps a header until it is complete
         self.status = 0
         self.keeps_alive = False
-        while not self.status:
+        while self.status < 200:  # those below announce another
             self._receive()
 
     def body(self) -> Iterator[bytes]:
@@ -144,15 +147,20 @@ class _Response:
             self._receive()
 
     def _receive(self) -> None:
-        if time.monotonic() > self._end_s:
+        left_s = self._end_s - time.monotonic()
+        if left_s <= 0:
             raise TimeoutError
+        self._sock.settimeout(left_s)
         data = self._sock.recv(RECV_BYTES)
         if not data:
             raise ConnectionResetError("the predictor's server closed the connection")
+        self._framing_bytes += len(data)
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserError as error:
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             raise ConnectionError(f"the predictor's server sent no HTTP: {error}") from None
+        if self._framing_bytes > MAX_FRAMING_BYTES:
+            raise ConnectionError("the predictor's server sent a head without end")
 
     # --- called by the parser ----------------------------------------------------------------------------------------
 
@@ -162,9 +170,10 @@ class _Response:
 
     def on_body(self, data: bytes) -> None:
         self._pieces.append(data)
+        self._framing_bytes = 0
 
     def on_message_complete(self) -> None:
-        self._is_complete = True
+        self._is_complete = self.status >= 200
 
 
 class CogServer:
@@ -298,7 +307,7 @@ class CogServer:
             if self.health() in ("READY", "BUSY"):
                 raise PredictionFailed("the predictor's server closed the connection") from None
             raise PredictorCrashed(f"the predictor crashed: {self._problem()}") from None
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError) as error:  # the latter: lists in lists in lists
             self._drop_connection()
             raise PredictionFailed(f"the predictor's server sent what is no prediction: {error}") from None
         except EmberlineError:

@@ -219,14 +219,19 @@ class PredictionLoop(RequestLoop[_Waiting]):
 
     def _run_all(self) -> None:
         while (item := self._handed.get()) is not None:
-            self._run(item)
-            del item
+            try:
+                delta = self._run(item)
+            except Exception:  # the thread goes on: there is one for each slot
+                _log.exception("a prediction failed", extra={"request_id": item.request.id})
+                info = Internal("the prediction failed; the worker's log says why").info()
+                delta = TokenDelta(item.request.id, finish="error", usage=item.partial_usage(), error=info)
+            self._tell(item, delta, is_free=True)
+            del item, delta
 
-    def _run(self, item: _Waiting) -> None:
+    def _run(self, item: _Waiting) -> TokenDelta | None:
+        """Compute a prediction. Returns its end; None if it was aborted while it waited."""
         request = item.request
         item.began_s = time.monotonic()
-        if self._requests.get(request.id) is not item or self._crash:  # aborted while it waited
-            return self._tell(item, None, is_free=True)
         on_output = None
         if item.params.stream:
 
@@ -235,6 +240,8 @@ class PredictionLoop(RequestLoop[_Waiting]):
                 self._tell(item, TokenDelta(request.id, values=chunk))
 
         try:
+            if self._requests.get(request.id) is not item or self._crash:
+                return None
             limit_s = self._manifest.resources.predict_s
             prediction = self._predict(item, limit_s, on_output)
             item.ended_s = time.monotonic()
@@ -251,10 +258,6 @@ class PredictionLoop(RequestLoop[_Waiting]):
                 self._full = f"{error.message}; its scratch space is full, and is emptied"
             self._note(item, error.message, is_own=not isinstance(error, BadInput | Cancelled | Overloaded))
             delta = TokenDelta(request.id, finish="error", usage=item.partial_usage(), error=error.info())
-        except Exception:
-            _log.exception("a prediction failed", extra={"request_id": request.id})
-            info = Internal("the prediction failed; the worker's log says why").info()
-            delta = TokenDelta(request.id, finish="error", usage=item.partial_usage(), error=info)
         finally:
             with self._lock:
                 item.is_over = True
@@ -262,7 +265,7 @@ class PredictionLoop(RequestLoop[_Waiting]):
         if delta.error is not None and delta.error.kind == DeadlineExceeded.kind and not self._frees_slot(request.id):
             self._tell(item, delta)
             self._crash = "a prediction that was ended by its limit of time goes on"
-        self._tell(item, delta, is_free=True)
+        return delta
 
     def _predict(self, item: _Waiting, limit_s: float, on_output: Callable[[bytes], None] | None) -> Prediction:
         """Compute a prediction. Waits for a slot that a cancelled prediction has not left yet."""

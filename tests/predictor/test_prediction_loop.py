@@ -159,6 +159,24 @@ def test_a_predictor_starts_again_if_its_scratch_space_is_full_and_not_if_it_say
         loop.close()
 
 
+class LoglessServer(FailingServer):
+    """Has no room on its disk for a line of the log."""
+
+    def add(self, text: str) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_failure_that_cannot_be_logged_leaves_the_slot_free() -> None:
+    server = LoglessServer()
+    loop = PredictionLoop(MANIFEST, server, lambda why: None)  # type: ignore[arg-type]
+    try:
+        for name in ("first", "second"):
+            loop.submit(request(name), time.monotonic())
+            until(lambda name=name: any(delta.id == name and delta.error for delta in loop.step(time.monotonic())))
+    finally:
+        loop.close()
+
+
 @pytest.mark.parametrize(
     ("outcome", "shown"),
     [
@@ -258,6 +276,7 @@ HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n"
         HEAD
         + b"transfer-encoding: chunked\r\n\r\n9\r\n%s\r\n%x\r\n%s\r\n0\r\n\r\n"
         % (REPLY[:9], len(REPLY) - 9, REPLY[9:]),
+        b"HTTP/1.1 100 Continue\r\n\r\n" + HEAD + b"content-length: %d\r\n\r\n%s" % (len(REPLY), REPLY),
     ],
 )
 @pytest.mark.parametrize("n_bytes", [1, 100_000])
@@ -279,13 +298,46 @@ def test_a_reply_is_read_in_whatever_pieces_it_comes_and_the_connection_is_kept(
         server.kill()
 
 
-@pytest.mark.parametrize("answer", [b"SSH-2.0-x\r\n", HEAD + b"content-length: 100\r\n\r\n{", b""])
+UPGRADE = b"HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\nupgrade: x\r\n\r\n"
+
+
+@pytest.mark.parametrize("answer", [b"SSH-2.0-x\r\n", UPGRADE, HEAD + b"content-length: 100\r\n\r\n{", b""])
 def test_a_reply_that_is_no_http_or_has_no_end_fails_the_prediction(answer: bytes, tmp_path: Path) -> None:
     sandbox = HostileSandbox(lambda connection: connection.sendall(answer))
     server = CogServer(MANIFEST, tmp_path, sandbox, {}, tmp_path / "log")  # type: ignore[arg-type]
     sandbox.status = 1  # else its health is asked for, of nobody
     try:
         with pytest.raises(PredictorCrashed):
+            server.predict("a", b"{}", 30.0, None)
+    finally:
+        server.kill()
+
+
+@pytest.mark.parametrize("start", [HEAD + b"x: ", HEAD + b"transfer-encoding: chunked\r\n\r\n1\r\n{\r\n0\r\nx: "])
+def test_a_header_without_end_fails_the_prediction(start: bytes, tmp_path: Path) -> None:
+    def floods(connection: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            connection.sendall(start)
+            while True:
+                connection.sendall(b"x" * 1024)
+
+    sandbox = HostileSandbox(floods)
+    server = CogServer(MANIFEST, tmp_path, sandbox, {}, tmp_path / "log")  # type: ignore[arg-type]
+    sandbox.status = 1
+    try:
+        with pytest.raises(PredictorCrashed):
+            server.predict("a", b"{}", 5.0, None)
+    finally:
+        server.kill()
+
+
+def test_an_output_that_is_too_deep_fails_the_prediction(tmp_path: Path) -> None:
+    reply = b'{"status":"succeeded","output":%s%s}' % (b"[" * 100_000, b"]" * 100_000)
+    answer = HEAD + b"content-length: %d\r\n\r\n%s" % (len(reply), reply)
+    sandbox = HostileSandbox(lambda connection: connection.sendall(answer))
+    server = CogServer(MANIFEST, tmp_path, sandbox, {}, tmp_path / "log")  # type: ignore[arg-type]
+    try:
+        with pytest.raises(PredictionFailed, match="sent what is no prediction: maximum recursion depth"):
             server.predict("a", b"{}", 30.0, None)
     finally:
         server.kill()
@@ -303,6 +355,21 @@ def test_a_reply_that_comes_too_slowly_is_ended(tmp_path: Path) -> None:
     try:
         with pytest.raises(DeadlineExceeded, match=r"did not end within 0.05 s"):
             server.predict("a", b"{}", 0.05, None)
+    finally:
+        server.kill()
+
+
+def test_a_reply_whose_end_comes_too_late_is_none(tmp_path: Path) -> None:
+    def pauses(connection: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            for part in (HEAD + b"content-length: %d\r\n\r\n" % len(REPLY), REPLY):
+                time.sleep(0.3)
+                connection.sendall(part)
+
+    server = CogServer(MANIFEST, tmp_path, HostileSandbox(pauses), {}, tmp_path / "log")  # type: ignore[arg-type]
+    try:
+        with pytest.raises(DeadlineExceeded, match=r"did not end within 0.4 s"):
+            server.predict("a", b"{}", 0.4, None)
     finally:
         server.kill()
 
