@@ -493,6 +493,7 @@ class Server:
             self._loop.abort(request_id)
         _log.info("connection closed: %s", why, extra={"aborted": len(connection.request_ids)})
         connection.request_ids.clear()
+        self._flushed_load = None  # perhaps closed in the flush that has reported it: its requests are gone now
         if connection.subscribed and not self._subscribers():
             self._kv_events.unsubscribe()
 

@@ -304,6 +304,22 @@ def test_a_client_that_does_not_read_is_disconnected(engine):
         assert client.finish("a").finish == "length"
 
 
+@with_limits(backlog_bytes=10_000, report_s=0.0)
+def test_a_subscriber_hears_of_the_end_of_a_client_that_did_not_read(engine):
+    """The client is disconnected in the very flush that tells the subscriber of its running requests."""
+    with Client(engine.address) as subscriber, Client(engine.address) as slow:
+        subscriber.send(WatchKV())
+        subscriber.sock.settimeout(30)
+        slow.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.submit(*(request("x" * 50_000 + str(n), [1], **LONG) for n in range(4)))
+        loads = []
+        while not loads or max(loads) == 0 or loads[-1] > 0:
+            message = subscriber.receive()
+            if isinstance(message, Step):
+                loads.append(message.load.running + message.load.waiting)
+        assert max(loads) == 4
+
+
 @with_limits(heartbeat_s=0.02)
 def test_a_waiting_client_gets_heartbeats_while_steps_are_made(engine):
     """A prompt may take minutes; without heartbeats its client could not tell that from an engine that hangs."""
