@@ -30,6 +30,7 @@ from emberline.weights.lossless_writer import LosslessWriter
 from emberline.weights.safetensors_file import SafetensorsFile, write_safetensors
 from emberline.weights.tensors import Bytes, Weight
 from tests.kernels.gpu.batches import DEVICE, DTYPE, LIMIT, error, everyday, noise
+from tests.kernels.gpu.test_fp8_gemm import fp8
 from tests.kernels.gpu.test_lossless import odd
 from tests.kernels.gpu.test_matmul import CASES, expected
 from tests.kernels.gpu.test_triton_backend import run
@@ -93,6 +94,16 @@ def test_products_of_few_and_many_tokens(m: int, norm: bool, bias: bool, gate: i
     want = expected(x, w.to(DTYPE), out, weight, more, gate, add)
     multiply(x, matrix, out, Fusion(weight, 1e-5, gate, add))
     assert error(out, want) < LIMIT
+
+
+def test_all_tokens_of_a_step_have_room_where_only_gate_and_up_are_packed() -> None:
+    """FP8 matrices quantize their input, here of all tokens at once, in memory of the workspace."""
+    gate_up, down, tokens = pack_lossless(odd(512, 64, True)), fp8(64, 256, 0), 4096
+    needs = workspace_needs([gate_up, down])
+    sizes = WorkspaceSizes(64, 100, (AttentionShape(2, 1, 32),), 256, tokens, 4, 4, DTYPE.itemsize, **needs)
+    workspace = Workspace(sizes, DEVICE, DTYPE)
+    at_once = workspace.mlp_tokens(gate_up, tokens)
+    assert workspace.take("fp8", at_once, 256, dtype=torch.float8_e4m3fn).shape == (tokens, 256)
 
 
 def test_deterministic_products_are_those_of_the_dense_matrix() -> None:

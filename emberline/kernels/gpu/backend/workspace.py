@@ -204,7 +204,7 @@ def _layout(s: WorkspaceSizes) -> dict[str, tuple[int, int]]:
     regions.add("matmul", PARTIAL_FLOATS * 4)
     regions.add("dequantized", DEQUANTIZED_BYTES if s.quantized else 0)
     if s.fp8:
-        elements = max(s.max_tokens * max(s.hidden, *outputs, *projected), min(s.max_tokens, MLP_TOKENS) * s.mlp)
+        elements = max(s.max_tokens * max(s.hidden, *outputs, *projected), at_once * s.mlp)
         regions.add("fp8", elements)
         regions.add("fp8_scale", (elements // 128 + 2 * s.max_tokens) * 4)
     if grouped:
