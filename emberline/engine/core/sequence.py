@@ -170,7 +170,7 @@ class Sequence:
     @property
     def ids(self) -> bytearray:
         """Prompt and output (u32 LE)."""
-        if self.slot != NO_SLOT:
+        if self.slot != NO_SLOT and not self.flags & Flag.GUIDED:  # a thread may read one whose slot goes
             self.kept_ids += self.rows.take_recent(self.slot)
         return self.kept_ids
 

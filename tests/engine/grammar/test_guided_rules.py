@@ -4,7 +4,7 @@ import pytest
 
 from emberline.engine.core import token_rules
 from emberline.engine.core.limits import Limits
-from emberline.engine.core.rows import Rows
+from emberline.engine.core.rows import Cell, Rows
 from emberline.engine.core.sequence import Flag, Sequence
 from emberline.engine.grammar.guided_rules import GuidedRun, bind, follow
 from emberline.kv.cache import BlockTable
@@ -141,3 +141,16 @@ def test_the_thinking_limit_is_told_and_not_written():
 def test_a_grammar_that_contradicts_itself():
     with pytest.raises(ValueError, match="does not accept"):
         take(sequence(), Letters([A]), A)
+
+
+def test_a_thread_takes_no_token_of_the_sequence_that_gets_its_slot():
+    """A sequence may be preempted while a thread reads it. Its slot then has the tokens of another one."""
+    read_only = sequence([A, B], bad_ids=(pack([B, B, A]),))
+    seq = read_only.seq
+    seq.set_flag(Flag.GUIDED, True)
+    seq.slot = 0
+    seq.rows.cells[[Cell.N_KNOWN, Cell.N_KEPT], 0] = 9, 6  # the other one lacks three tokens
+    every = bind(sequence(), Letters(), LIMITS.eos_ids, False).mask
+    found = follow(read_only, Letters([A, B]), every, pack([B]), LIMITS.eos_ids)
+    assert [tokens(each) for each in found.after] == [[B, C]], "B B A is banned"
+    assert seq.rows.cells[Cell.N_KEPT, 0] == 6
