@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from emberline.kernels.byte_planes import Checksum, Rectangle, StoredPlanes, decode_blocks
-from emberline.weights.lossless_blocks import WIDTHS, Grid, decode_block
+from emberline.weights.lossless_blocks import BLOCK_NUMBERS, WIDTHS, Grid, decode_block
 from emberline.weights.model_config import BadCheckpoint
 from emberline.weights.tensors import Bytes, Shape
 
@@ -69,8 +69,11 @@ class LosslessTensor:
     will_need: Callable[[int, int], None]  # (first block, last block): have their bytes read ahead
 
     def check(self) -> None:
-        """Raise BadCheckpoint where the planes are too short for the tensor, or the table of blocks is damaged."""
+        """Raise BadCheckpoint where the planes are too short for the tensor, its blocks are larger than the kernels
+        expect, or the table of blocks is damaged."""
         ends, grid = self.blocks[:, 0], self.grid
+        if grid.block_rows * grid.block_columns > BLOCK_NUMBERS:  # nothing else bounds a tensor of one byte a number
+            raise self.damage(f"its blocks have more than {BLOCK_NUMBERS:,} numbers")
         expected = grid.rows * grid.columns * (self.width - 1)
         if len(self.blocks) != grid.n_blocks or len(self.rest) < expected:
             raise self.damage("its planes do not have the size of its shape")

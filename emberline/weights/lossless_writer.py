@@ -234,7 +234,7 @@ class LosslessWriter:
         tensor = self.source.tensors[name]
         width, grid = WIDTHS[tensor.dtype], Grid.of(tensor.shape)
         n_rest = grid.rows * grid.columns * (width - 1)
-        coded_at = at + n_rest + -n_rest % _PLANE_ALIGNED
+        coded_at = at + max(_PLANE_ALIGNED, n_rest + -n_rest % _PLANE_ALIGNED)  # a plane of no bytes is no tensor
         table, end, rest_end = np.empty((grid.n_blocks, 3), "<u8"), 0, 0
         blocks = in_order(
             self._threads, lambda n: sampled.pop(n, None) or _encode(self.source, name, n), range(grid.n_blocks)

@@ -1,5 +1,6 @@
 """Rows of compressed tensors: as an array's, whatever the shape, the dtype and the part that is asked for."""
 
+import json
 import math
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,9 +11,10 @@ import zstandard
 
 from emberline.kernels.byte_planes import Rectangle, StoredPlanes, decode_blocks, split_planes
 from emberline.weights.lossless_blocks import BLOCK_NUMBERS, Grid
-from emberline.weights.lossless_files import LosslessFile
+from emberline.weights.lossless_files import METADATA_KEY, VERSION, LosslessFile
 from emberline.weights.lossless_tensor import LosslessRows, LosslessTensor, PlaneBytes
 from emberline.weights.lossless_writer import LosslessWriter, source_bytes
+from emberline.weights.model_config import BadCheckpoint
 from emberline.weights.safetensors_file import SafetensorsFile, write_safetensors
 from tests.weights.lossless_models import bf16_patterns, bits
 
@@ -46,6 +48,7 @@ def files(tmp_path_factory: pytest.TempPathFactory, threads: ThreadPoolExecutor)
     found |= {dtype: (dtype, numbers((300, 900), dtype)) for dtype in ("F16", "F32")}
     found["every pattern"] = "BF16", np.concatenate([bits(bf16_patterns()).view("<u2"), numbers((1 << 17,), "BF16")])
     found["every pattern"] = "BF16", found["every pattern"][1].reshape(3, -1)
+    found["F8"] = "F8_E4M3", np.random.default_rng(3).binomial(255, 0.5, (300, 900)).astype(np.uint8)
     found["constant"] = "BF16", np.full((256, 512), 0x7FC1, "<u2")  # a NaN with a payload
     found["noise"] = "BF16", np.random.default_rng(1).integers(0, 1 << 16, (256, 256)).astype("<u2")
     found["norm"] = "BF16", numbers((9,), "BF16")
@@ -98,7 +101,28 @@ def test_blocks_that_the_kernel_refuses_are_decoded_by_zstd() -> None:
         assert np.array_equal(tensor.decode(rows, columns), array.view(np.uint8))
 
 
-@pytest.mark.parametrize("name", ["odd", "many blocks", "F32"])
+def test_blocks_that_are_larger_than_the_format_allows_are_refused(tmp_path: Path) -> None:
+    """A number of one byte needs nothing in the rest plane: the file does not grow with the shape that it claims, and
+    the kernel would count 2 ** 64 numbers as none."""
+    n, coded = 1 << 32, zstandard.ZstdCompressor().compress(b"")
+    table = np.array([[len(coded), 0, 0]], "<u8")
+    planes = {"coded": ("U8", coded), "rest": ("U8", b"\0"), "blocks": ("U64", table.tobytes())}
+    header: dict[str, object] = {}
+    data = b""
+    for name, (dtype, part) in planes.items():
+        shape = [1, 3] if name == "blocks" else [len(part)]
+        header[f"w.{name}"] = {"dtype": dtype, "shape": shape, "data_offsets": [len(data), len(data) + len(part)]}
+        data += part
+    entry = {"dtype": "F8_E4M3", "shape": [n, n], "block": [n, n]}
+    header["__metadata__"] = {METADATA_KEY: json.dumps({"version": VERSION, "tensors": {"w": entry}})}
+    text = json.dumps(header).encode()
+    path = tmp_path / "model.lossless.safetensors"
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+    with pytest.raises(BadCheckpoint, match="'w' is damaged: its blocks have more than 131,072 numbers"):
+        LosslessFile.open(path)
+
+
+@pytest.mark.parametrize("name", ["odd", "many blocks", "F32", "F8"])
 def test_only_the_bytes_of_some_rows_and_columns_are_read(files, name: str) -> None:
     folder, file, found = files
     whole, stored = found[name][1], (folder / "model.lossless.safetensors").read_bytes()
