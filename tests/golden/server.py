@@ -48,8 +48,8 @@ UPSTREAMS = {
     "down": ("openai", ServerScript(tokens=4, status=500)),
     "limited": ("openai", ServerScript(tokens=4, status=429)),
     "refusing": ("openai", ServerScript(tokens=4, status=400, message="scripted refusal")),
-    "breaking": ("openai", ServerScript(tokens=4, fault_ms=400, error_after=2)),
-    "cutting": ("openai", ServerScript(tokens=4, fault_ms=400, cut_after=2)),
+    "breaking": ("openai", ServerScript(tokens=4, fault_ms=1000, error_after=2)),
+    "cutting": ("openai", ServerScript(tokens=4, fault_ms=1000, cut_after=2)),
 }
 
 CONFIG = """
