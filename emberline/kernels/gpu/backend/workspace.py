@@ -17,7 +17,7 @@ from torch import Tensor
 from emberline.kernels.backend import MLP, Attention, GroupedQueryAttention, Layer, MoE
 from emberline.kernels.gpu import long_attention, prefill_attention, split_kv
 from emberline.kernels.gpu.decode_attention import n_prefix_splits
-from emberline.kernels.gpu.formats.matrix_format import DEQUANTIZED_BYTES, SLICE_ROWS, Matrix
+from emberline.kernels.gpu.formats.matrix_format import DEQUANTIZED_BYTES, SLICE_ROWS, SLICED_BYTES, Matrix
 from emberline.kernels.gpu.formats.registry import format_of
 from emberline.kernels.gpu.launch import cdiv
 from emberline.kernels.gpu.mla import splits as latent_splits
@@ -202,7 +202,7 @@ def _layout(s: WorkspaceSizes) -> dict[str, tuple[int, int]]:
     if s.tp > 1:
         regions.add("all_logits", s.max_samples * cdiv(s.vocab, s.tp) * s.tp * 4, after)
     regions.add("matmul", PARTIAL_FLOATS * 4)
-    regions.add("dequantized", DEQUANTIZED_BYTES if s.quantized else 0)
+    regions.add("dequantized", (SLICED_BYTES if s.sliced else DEQUANTIZED_BYTES) if s.quantized else 0)
     if s.fp8:
         elements = max(s.max_tokens * max(s.hidden, *outputs, *projected), at_once * s.mlp)
         regions.add("fp8", elements)

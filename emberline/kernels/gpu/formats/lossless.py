@@ -13,9 +13,9 @@ from torch import Tensor
 
 from emberline.kernels.gpu.elementwise import gated_activation
 from emberline.kernels.gpu.formats.matrix_format import (
-    DEQUANTIZED_BYTES,
     GATES,
     SLICE_ROWS,
+    SLICED_BYTES,
     Fusion,
     Launcher,
     MatrixFormat,
@@ -99,7 +99,7 @@ class Lossless(MatrixFormat):
             super().unfused(on, x, matrix, out, fusion)
             return
         x, width, k = on.normed(x, fusion), out.shape[1], matrix.k
-        step = min(SLICE_ROWS, rows_at_once(2 * width, k * x.element_size())) // 2
+        step = min(SLICE_ROWS, rows_at_once(2 * width, k * x.element_size(), SLICED_BYTES)) // 2
         for first in range(0, width, step):
             end = min(width, first + step)
             n, weight = end - first, on.workspace.take("dequantized", 2 * (end - first), k)
@@ -130,7 +130,7 @@ class Lossless(MatrixFormat):
         hopper, m, (rows, k) = _hopper(), len(x), matrix.shape
         if hopper is None or m > MAX_HOPPER or k % TILES[0] or x.dtype != torch.bfloat16 or out.dtype != x.dtype:
             return False
-        tile, room = hopper.lossless_hopper_tile(m, rows, k, bool(fusion.gate)), DEQUANTIZED_BYTES // 4
+        tile, room = hopper.lossless_hopper_tile(m, rows, k, bool(fusion.gate)), SLICED_BYTES // 4
         if tile is None or hopper.lossless_hopper_floats(rows, k, m, tile) > room:
             return False
         if fusion.norm is None and (x.stride(0) % 8 or x.data_ptr() % 16):  # not what the copy engine reads

@@ -17,7 +17,8 @@ from emberline.kernels.gpu.gemm import batch_invariant_matmul
 from emberline.kernels.gpu.launch import cdiv
 
 GATES = ("", "silu", "gelu_tanh")
-DEQUANTIZED_BYTES = 64 << 20  # of a matrix, decoded at a time for cuBLAS; or partial sums
+DEQUANTIZED_BYTES = 32 << 20  # of a matrix, decoded at a time for cuBLAS
+SLICED_BYTES = 64 << 20  # the same where MLPs are computed in slices; or partial sums
 SLICE_ROWS = 4096  # of gate and up, decoded at a time where an MLP is computed in slices of its neurons
 
 
@@ -147,7 +148,7 @@ class MatrixFormat:
     def product(self, on: Launcher, x: Tensor, matrix: Any, out: Tensor, add: bool) -> None:
         """Multiply by the library, the matrix decoded in pieces."""
         n, k = matrix.shape
-        rows = rows_at_once(n, k * x.element_size())
+        rows = rows_at_once(n, k * x.element_size(), SLICED_BYTES if self.sliced else DEQUANTIZED_BYTES)
         for first in range(0, n, rows):
             weight = on.workspace.take("dequantized", min(rows, n - first), k)
             self.write_rows(matrix, weight, first=first)
@@ -155,7 +156,7 @@ class MatrixFormat:
             on.library(x, weight, bias, out[:, first : first + rows], add)
 
 
-def rows_at_once(n: int, row_bytes: int) -> int:
+def rows_at_once(n: int, row_bytes: int, room: int) -> int:
     """Rows of a matrix of n that are decoded at a time: equal pieces, as cuBLAS wastes time on small ones."""
-    most = DEQUANTIZED_BYTES // row_bytes // 128 * 128
+    most = room // row_bytes // 128 * 128
     return min(most, cdiv(cdiv(n, cdiv(n, most)), 128) * 128)
