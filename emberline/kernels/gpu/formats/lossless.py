@@ -90,9 +90,7 @@ class Lossless(MatrixFormat):
         if apart:
             gated_activation(product, GATES[fusion.gate], out, pdl=on.pdl)
 
-    def unfused(
-        self, on: Launcher, x: Tensor, matrix: LosslessMatrix, out: Tensor, fusion: Fusion
-    ) -> None:  # fmt: skip
+    def unfused(self, on: Launcher, x: Tensor, matrix: LosslessMatrix, out: Tensor, fusion: Fusion) -> None:
         """Launch norm, product and gate one after the other. Gate and up of some neurons are decoded at a time, once
         for all tokens."""
         if not fusion.gate:
