@@ -117,7 +117,7 @@ def allocate(case: Case, rank: int) -> dict[str, float]:
     `off`: of all of it, as the driver counts, beyond the plan; 0.01 is 1 %.
     """
     stage, config = case.stage(rank), case.source.config
-    _free_memory()
+    free_memory()
     before, shard = _used(), case.shard(rank)
     backend = TritonBackend("cuda", torch.bfloat16, groups=shard.groups)
     unread = DeferredCheckpoint(OneOfEach(shard.checkpoint(case.source)), WeightLoader("cuda"))
@@ -152,7 +152,8 @@ def _used() -> int:
     return total - free
 
 
-def _free_memory() -> None:
+def free_memory() -> None:
+    """Give back what torch's allocator holds and nothing uses."""
     gc.collect()
     torch.cuda.empty_cache()
 
@@ -331,7 +332,7 @@ def alone(case: Case, rank: int, batches: Sequence[int] = BATCHES) -> dict[str, 
     """Memory under the case's limit, and times of decode steps by kind of layer and of prompts."""
     gpu, stage = case.planner.gpu, case.stage(rank)
     limit = gpu.memory - int(gpu.context_gib * GIB)
-    _free_memory()
+    free_memory()
     torch.cuda.set_per_process_memory_fraction(min(1.0, limit / torch.cuda.get_device_properties(0).total_memory))
     before, began_s = _used(), time.perf_counter()
     model = load_model(generate_checkpoint(case.document, 1), "cuda", shard=case.shard(rank))

@@ -1,10 +1,10 @@
-"""Ranks of large models on one GPU: `python -m benchmarks.gpu.ranks [plan|alone|all-reduce|worker …] [--out FILE]`.
+"""Ranks of large models on one GPU: `python -m benchmarks.gpu.ranks [plan|alone|drafts|all-reduce|…] [--out FILE]`.
 
 `plan`: what ranks allocate against what `emberline plan` says, for Kimi K2.5 (TP8 and DCP8; stages of PP8 and of TP4 ×
 PP2) and Llama 4 Scout (TP2). `alone`: one rank with generated weights and loopback collectives: its KV room under the
 memory limit of the GPU it is planned for, its step time by kind of layer and by kernel, and the efficiency of the
 division, which is 1/N of one GPU's time by the plan's roofline over the rank's measured time plus the plan's
-collectives. `all-reduce`: 2, 4 and 8 processes on the GPU, in CUDA graphs under MPS, against a copy of the same bytes.
+collectives. `drafts`: the same rank with a draft head (`rank_drafts`). `all-reduce`: 2, 4 and 8 processes on the GPU, in CUDA graphs under MPS, against a copy of the same bytes.
 `worker`: workers of two and four ranks on the GPU against one rank. Weights are random: memory and times are true,
 texts not.
 """
@@ -19,11 +19,13 @@ from typing import Any, NamedTuple
 
 from benchmarks.gpu import rank_processes
 from benchmarks.gpu.rank_alone import BATCHES, CASES, LayerTime, allocate, alone
+from benchmarks.gpu.rank_drafts import ACCEPTED, SPEEDUP, VERIFY_RATIO, drafts
 from benchmarks.gpu.report import aligned
 
-PARTS = ("plan", "alone", "all-reduce", "worker")
+PARTS = ("plan", "alone", "drafts", "all-reduce", "worker")
 PLANNED = ("kimi", "kimi-pp8", "kimi-tp4-pp2", "scout")
 ALONE = ("kimi", "scout")
+DRAFTED = ("kimi",)
 PLAN_OFF = 0.02  # asked for: of what a rank allocates, beyond the plan or below it
 COPY_RATIO = 1.5  # asked for: an all-reduce of two processes over a copy of the same bytes
 
@@ -71,6 +73,9 @@ def _measurements(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[], 
     if "alone" in args.parts:
         for name in args.cases or ALONE:
             yield f"alone {name}", partial(alone, CASES[name], CASES[name].ranks[0], args.batches)
+    if "drafts" in args.parts:
+        for name in args.cases or DRAFTED:
+            yield f"drafts {name}", partial(drafts, CASES[name], CASES[name].ranks[0])
 
 
 def table(figures: dict[str, Any]) -> str:
@@ -135,6 +140,34 @@ def alone_lines(case: str, found: dict[str, Any]) -> list[Line]:
     ]
 
 
+def drafts_lines(case: str, found: dict[str, Any]) -> list[Line]:
+    asked = CASES[case].kv_gib
+    lines = [
+        Line(
+            f"{case}: KV of all ranks with a draft head",
+            f"{found['kv_gib']:.1f} GiB",
+            "" if asked is None else f"≥ {asked:g}",
+            None if asked is None else found["kv_gib"] >= asked,
+        )
+    ]
+    for name, cell in found["cells"].items():
+        times = f"{cell['plain_us'] / 1e3:.2f} ms plain, {cell['verify_us'] / 1e3:.2f} verify"
+        parts = f"{times}, {cell['chain_us'] / 1e3:.2f} chain, {cell['touched']:.0f} → {cell['verified']:.0f} experts"
+        lines.append(Line(f"{case}: {name}", f"{parts}, overlap {100 * cell['overlap']:.0f} %"))
+        ratio = cell["ratio"]
+        lines.append(Line("  over plain + bytes", f"{ratio:.3f}", f"≤ {VERIFY_RATIO:g}", ratio <= VERIFY_RATIO))
+        wanted = name.startswith("16 ")
+        lines.append(
+            Line(
+                f"  speed-up, {100 * ACCEPTED:.0f} % accepted",
+                f"{cell['speedup']:.2f}×",
+                f"≥ {SPEEDUP:g}" if wanted else "",
+                cell["speedup"] >= SPEEDUP if wanted else None,
+            )
+        )
+    return lines
+
+
 def all_reduce_lines(case: str, found: dict[str, Any]) -> list[Line]:
     asked = case == "2"
     return [
@@ -157,6 +190,7 @@ def worker_lines(case: str, found: dict[str, Any]) -> list[Line]:
 LINES: dict[str, Callable[[str, dict[str, Any]], list[Line]]] = {
     "plan": plan_lines,
     "alone": alone_lines,
+    "drafts": drafts_lines,
     "all-reduce": all_reduce_lines,
     "worker": worker_lines,
 }
