@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from emberline.protocol import frames
-from emberline.protocol.events import TokenLogprobs
+from emberline.protocol.events import DraftUsage, TokenLogprobs
 from emberline.protocol.frames import Abort, FrameBuffer, Hello, Refused, Step, Submit, Vocabulary, Welcome
 from emberline.protocol.request import EngineRequest, SamplingParams, Speculation
 from emberline.protocol.token_ids import pack, unpack
 
 PROGRAM = ("-m", "emberline.engine.worker")
 WAIT_S = 300.0
+TOKEN_VARIABLE = "EMBERLINE_WORKER_TOKEN"
 ALL_PREPARED = "nothing is left to prepare"  # in the worker's log
 
 
@@ -37,6 +38,7 @@ class Reply:
     finish: str | None = None
     cached: int = 0
     by_tier: dict[str, int] = field(default_factory=dict)  # cached tokens
+    drafts: DraftUsage | None = None  # if it was asked for
 
     @property
     def ttft_s(self) -> float:
@@ -44,7 +46,8 @@ class Reply:
 
 
 class Client:
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, token: str = "") -> None:
+        """token: the join token of a worker that was given one."""
         self._sock = socket.socket(socket.AF_UNIX)
         self._sock.connect(path)
         self._buffer = FrameBuffer()
@@ -52,7 +55,7 @@ class Client:
         self._open = 0
         self._serial = 0
         self.load = frames.EngineLoad()
-        self._sock.sendall(frames.encode(Hello("", frames.VERSION)))
+        self._sock.sendall(frames.encode(Hello(token, frames.VERSION)))
         while not self._receive(WAIT_S):
             pass
 
@@ -161,6 +164,7 @@ class Client:
             if delta.usage is not None:
                 reply.cached = delta.usage.cached_tokens
                 reply.by_tier = delta.usage.cached_by_tier
+                reply.drafts = delta.usage.drafts or reply.drafts
             if delta.finish is not None:
                 reply.finish = delta.finish if delta.error is None else delta.error.message
                 self._open -= 1
@@ -201,7 +205,7 @@ def worker(
             ready = json.loads(process.stdout.readline() or "{}")
             if not ready.get("ready"):
                 raise RuntimeError(f"the worker did not start: {ready.get('error')}; see {log}")
-            client = Client(path)
+            client = Client(path, (env or {}).get(TOKEN_VARIABLE, ""))
             yield Worker(process.pid, began_s, time.perf_counter() - began_s, ready, client, log_start)
             client.close()
         finally:

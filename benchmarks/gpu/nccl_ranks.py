@@ -6,6 +6,7 @@ timed. Ranks share a GPU where there are fewer GPUs than ranks. NCCL does that f
 """
 
 import argparse
+import faulthandler
 import json
 import os
 import subprocess
@@ -22,6 +23,7 @@ COMMAND = ("-m", "benchmarks.gpu.nccl_ranks")
 CHECKED = ((1, HIDDEN), (64, HIDDEN), (512, HIDDEN))
 TIMED = (1, 64, 585)  # rows
 REPLAYS = 3
+HANGS_S = LIMIT_S - 10  # after which a rank tells where it is
 
 
 def measure(size: int) -> dict[str, Any]:
@@ -34,6 +36,11 @@ def measure(size: int) -> dict[str, Any]:
         ]
         try:
             said = [rank.communicate(timeout=LIMIT_S) for rank in ranks]
+        except subprocess.TimeoutExpired:
+            for rank in ranks:
+                rank.kill()
+            places = [" < ".join(_stack(rank.communicate()[1])) for rank in ranks]
+            raise RuntimeError(f"the ranks hang at {'; '.join(places)}") from None
         finally:
             for rank in ranks:
                 rank.kill()
@@ -44,6 +51,12 @@ def measure(size: int) -> dict[str, Any]:
             raise RuntimeError(f"a rank ended with status {process.returncode}: {' | '.join(last)}")
     found: dict[str, Any] = json.loads(said[0][0].splitlines()[-1])
     return found
+
+
+def _stack(errors: str) -> list[str]:
+    """The innermost calls of the main thread, as faulthandler has printed them."""
+    main = errors.rpartition("most recent call first")[2].splitlines()
+    return [line.split(", line ")[-1] for line in main if line.strip().startswith("File")][:4]
 
 
 def run_rank(rank: int, size: int, path: str) -> dict[str, Any]:
@@ -124,6 +137,7 @@ def main() -> int:
     parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.store:
+        faulthandler.dump_traceback_later(HANGS_S)  # tells which collective a rank waits in
         print(json.dumps(run_rank(args.rank, args.sizes[0], args.store)), flush=True)
         os._exit(0)  # at once: no rank takes down memory that another maps
     figures: dict[str, Any] = {}

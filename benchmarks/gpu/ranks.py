@@ -5,8 +5,8 @@ PP2) and Llama 4 Scout (TP2). `alone`: one rank with generated weights and loopb
 memory limit of the GPU it is planned for, its step time by kind of layer and by kernel, and the efficiency of the
 division, which is 1/N of one GPU's time by the plan's roofline over the rank's measured time plus the plan's
 collectives. `drafts`: the same rank with a draft head (`rank_drafts`). `all-reduce`: 2, 4 and 8 processes on the GPU, in CUDA graphs under MPS, against a copy of the same bytes.
-`worker`: workers of two and four ranks on the GPU against one rank. Weights are random: memory and times are true,
-texts not.
+`worker`: workers of two and four ranks on the GPU against one rank. Only if asked for: `drafting`, `disk` and `nccl`
+(`rank_workers`). Weights are random: memory and times are true, texts not.
 """
 
 import argparse
@@ -17,12 +17,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.gpu import rank_processes
+from benchmarks.gpu import rank_processes, rank_workers
 from benchmarks.gpu.rank_alone import BATCHES, CASES, LayerTime, allocate, alone
 from benchmarks.gpu.rank_drafts import ACCEPTED, SPEEDUP, VERIFY_RATIO, drafts
 from benchmarks.gpu.report import aligned
 
 PARTS = ("plan", "alone", "drafts", "all-reduce", "worker")
+MORE_PARTS = ("drafting", "disk", "nccl")  # only if asked for
 PLANNED = ("kimi", "kimi-pp8", "kimi-tp4-pp2", "scout")
 ALONE = ("kimi", "scout")
 DRAFTED = ("kimi",)
@@ -56,7 +57,7 @@ def main() -> int:
 
 def _measurements(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
     """Named `part case`. Other processes first: this one has no CUDA context then."""
-    if "all-reduce" in args.parts or "worker" in args.parts:
+    if {"all-reduce", "worker", *MORE_PARTS} & set(args.parts):
         with rank_processes.multi_process_service() as together:
             if not together:
                 print("MPS does not start: the GPU switches between processes, and all-reduces take milliseconds")
@@ -66,6 +67,15 @@ def _measurements(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[], 
             if "worker" in args.parts:
                 for layout in rank_processes.LAYOUTS:
                     yield f"worker {layout}", partial(rank_processes.same_tokens, args.work, layout)
+            if "drafting" in args.parts:
+                for layout in rank_workers.DRAFTING:
+                    yield f"drafting {layout}", partial(rank_workers.drafting, args.work, layout)
+            if "disk" in args.parts:
+                for first, second in rank_workers.DISK:
+                    yield f"disk {first} to {second}", partial(rank_workers.disk, args.work, first, second)
+            if "nccl" in args.parts:
+                for layout in rank_workers.NCCL:
+                    yield f"nccl {layout}", partial(rank_workers.over_nccl, args.work, layout)
     if "plan" in args.parts:
         for name in args.cases or PLANNED:
             for rank in CASES[name].ranks:
@@ -193,7 +203,14 @@ LINES: dict[str, Callable[[str, dict[str, Any]], list[Line]]] = {
     "drafts": drafts_lines,
     "all-reduce": all_reduce_lines,
     "worker": worker_lines,
+    "drafting": lambda case, found: [Line(f"drafts in {case}", _facts(found), "the same", found["same"])],
+    "disk": lambda case, found: [Line(f"KV on disk, {case}", _facts(found), "found", found["same"])],
+    "nccl": lambda case, found: [Line(f"{case} over NCCL", _facts(found), "the same", found["same"])],
 }
+
+
+def _facts(found: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in found.items() if name != "same")
 
 
 def efficiency_table(case: str, decode: dict[str, Any]) -> str:
@@ -222,16 +239,19 @@ def kernel_table(case: str, decode: dict[str, Any]) -> str:
 
 def _parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.ranks", description=__doc__)
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"default: all of {', '.join(PARTS)}")
+    parser.add_argument(
+        "parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)} (default: all of these); {', '.join(MORE_PARTS)}"
+    )
     parser.add_argument("--cases", nargs="+", choices=list(CASES), help="of `plan` and `alone`")
     parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES), help="sequences that decode, `alone`")
     parser.add_argument("--sizes", nargs="+", type=int, default=list(rank_processes.SIZES), help="of `all-reduce`")
     parser.add_argument("--work", type=Path, default=Path("/tmp/emberline-gpu"), help="for logs and generated files")
     parser.add_argument("--out", type=Path, help="write the figures here, as JSON")
     args = parser.parse_args(arguments)
-    unknown = [part for part in args.parts if part not in PARTS]
+    known = (*PARTS, *MORE_PARTS)
+    unknown = [part for part in args.parts if part not in known]
     if unknown:
-        parser.error(f"{unknown[0]!r} is none of {', '.join(PARTS)}")
+        parser.error(f"{unknown[0]!r} is none of {', '.join(known)}")
     args.parts = args.parts or list(PARTS)
     return args
 

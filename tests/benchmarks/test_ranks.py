@@ -118,7 +118,10 @@ def test_parts_are_chosen_by_name(capsys):
     assert len(planned) == 8
     with pytest.raises(SystemExit):
         ranks._parse(["everything"])
-    assert "'everything' is none of plan, alone, drafts, all-reduce, worker" in capsys.readouterr().err
+    assert (
+        "'everything' is none of plan, alone, drafts, all-reduce, worker, drafting, disk, nccl"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_rank_that_fails_ends_the_measurement(monkeypatch):
