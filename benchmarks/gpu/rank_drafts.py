@@ -25,7 +25,6 @@ from emberline.kernels.backend import MoE
 from emberline.kernels.gpu.backend import moe_block
 from emberline.kernels.gpu.backend.workspace import StepShape
 from emberline.kernels.gpu.moe_routing import Permutation, make_permutation
-from emberline.kv.block_pool import blocks_of
 from emberline.kv.groups import all_sequences, split_bytes
 from emberline.models.decoder import Decoder, StepInputs
 from emberline.models.draft_head import GpuDraftHead

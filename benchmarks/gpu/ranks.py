@@ -4,9 +4,10 @@
 PP2) and Llama 4 Scout (TP2). `alone`: one rank with generated weights and loopback collectives: its KV room under the
 memory limit of the GPU it is planned for, its step time by kind of layer and by kernel, and the efficiency of the
 division, which is 1/N of one GPU's time by the plan's roofline over the rank's measured time plus the plan's
-collectives. `drafts`: the same rank with a draft head (`rank_drafts`). `all-reduce`: 2, 4 and 8 processes on the GPU, in CUDA graphs under MPS, against a copy of the same bytes.
-`worker`: workers of two and four ranks on the GPU against one rank. Only if asked for: `drafting`, `disk` and `nccl`
-(`rank_workers`). Weights are random: memory and times are true, texts not.
+collectives. `drafts`: the same rank with a draft head (`rank_drafts`). `all-reduce`: 2, 4 and 8 processes on the GPU,
+in CUDA graphs under MPS, against a copy of the same bytes. `worker`: workers of two and four ranks on the GPU against
+one rank. Only if asked for: `drafting`, `disk` and `nccl` (`rank_workers`). Weights are random: memory and times are
+true, texts not.
 """
 
 import argparse
