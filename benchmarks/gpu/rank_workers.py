@@ -25,9 +25,9 @@ from emberline.protocol import block_hash
 from emberline.protocol.request import EngineRequest, SamplingParams, Speculation
 from emberline.protocol.token_ids import pack
 
-DRAFTING = ("pp2", "tp2 pp2")
+DRAFTING = ("pp2",)
 NCCL = ("tp2", "pp2")
-DISK = (("tp2", "one"), ("one", "tp2"), ("tp2", "tp2 pp2"))  # who writes, who reads
+DISK = (("tp2", "one"), ("one", "tp2"))  # who writes, who reads
 COMMON = ("--device", "cuda", "--random-weights", "1", "--kv-bytes", str(1 << 30), "--memory-share", "0.2")
 REPEATED = 7  # the token that biased replies repeat: all drafts of it are accepted
 N_DRAFTED_OUT = 160
