@@ -131,7 +131,7 @@ class ReadAhead:
         return True
 
     def view(self, path: Path, offset: int, n_bytes: int) -> NDArray[np.uint8] | None:
-        """The bytes of a file from `offset` on, which were expected, until they are released. None: not all were read."""
+        """Bytes of a file that were expected, until they are released. Returns None if not all of them were read."""
         file = self._find(path, offset, n_bytes)
         return None if file is None else file.view[offset : offset + n_bytes]
 
