@@ -25,10 +25,10 @@ from torch import Tensor
 from emberline.weights.lossless_tensor import LosslessRows, PlaneBytes, n_threads
 from emberline.weights.model_config import BadCheckpoint
 from emberline.weights.readahead import ReadAhead, resident
-from emberline.weights.tensors import Bytes, FileLocation, Weight
+from emberline.weights.tensors import LOADED_BYTES, Bytes, FileLocation, Weight
 
 _ALIGNED = 4096  # alignment of O_DIRECT reads
-PIECE_BYTES = (16 << 20) - 2 * _ALIGNED  # with room to align, a buffer has a power of two: pinned memory is rounded up
+PIECE_BYTES = LOADED_BYTES  # a buffer, with room to align them, has a power of two: pinned memory is rounded up to one
 N_THREADS = 8  # at least; a compressed checkpoint is decoded on most cores
 _log = logging.getLogger(__name__)
 _DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "u8": torch.uint8}
@@ -157,7 +157,8 @@ class WeightLoader:
             start += part.nbytes
 
     def read(self, weight: Weight, consume: Callable[[Tensor], None]) -> None:
-        """Schedule a BF16 weight to be read and handed to `consume` on the host, on the stream of the thread."""
+        """Schedule a BF16 weight to be read and handed to `consume` on the host. What `consume` starts on a device, it
+        starts on the thread's stream, or has that stream wait for it."""
         as_is = weight.order is None and not weight.shift and not weight.transposed
         if as_is and weight.raw.nbytes <= PIECE_BYTES and (weight.location or isinstance(weight.raw, LosslessRows)):
             self._pieces.append(HandedPiece(weight, consume))
@@ -349,13 +350,7 @@ class _Reader:
         return weight.tensor(dtype, "cpu")
 
     def convert(self, weight: Weight, target: Tensor) -> None:
-        numbers = self._numbers(weight, target.dtype)
-        if self._cuda:
-            with torch.cuda.stream(self._stream):
-                target.copy_(numbers)
-            self._stream.synchronize()  # `numbers` is not pinned: it must outlive the copy
-        else:
-            target.copy_(numbers)
+        self._send(self._numbers(weight, target.dtype), target, pinned=False)
 
     def hand_over(self, weight: Weight, consume: Callable[[Tensor], None]) -> None:
         buffer, n, skip = self._next_buffer(), weight.raw.nbytes, 0
@@ -370,23 +365,24 @@ class _Reader:
             self._give(buffer[skip : skip + n].view(torch.bfloat16).view(weight.shape), consume)
 
     def hand_over_converted(self, weight: Weight, consume: Callable[[Tensor], None]) -> None:
-        self._give(self._numbers(weight, torch.bfloat16), consume)
+        self._give(self._numbers(weight, torch.bfloat16), consume, pinned=False)
 
-    def _give(self, numbers: Tensor, consume: Callable[[Tensor], None]) -> None:
+    def _give(self, numbers: Tensor, consume: Callable[[Tensor], None], pinned: bool = True) -> None:
         with self._timed("hand_over_s"), torch.cuda.stream(self._stream):  # no stream: on the CPU
             consume(numbers)
-            if self._cuda:
-                self._stream.synchronize()
+        self._end_copy(pinned)
 
     def _send(self, source: Tensor, target: Tensor, pinned: bool = True) -> None:
-        if not self._cuda or not pinned:
-            target.copy_(source)
-            return
         with torch.cuda.stream(self._stream):
-            target.copy_(source, non_blocking=True)
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record()
-        self._copied[self._turn] = event
+            target.copy_(source, non_blocking=pinned)
+        self._end_copy(pinned)
+
+    def _end_copy(self, pinned: bool) -> None:
+        """Let the buffer be used again once the device has read it. Other memory is freed: wait until that is so."""
+        if self._cuda and pinned:
+            self._copied[self._turn] = self._stream.record_event()
+        elif self._cuda:
+            self._stream.synchronize()
 
     def close(self) -> None:
         if self._cuda:
