@@ -307,7 +307,8 @@ class _Reader:
             return found
         buffer = self._plane_buffers.get(plane.is_coded)
         if buffer is None or buffer.nbytes < n + 2 * _ALIGNED:
-            memory = mmap.mmap(-1, n + n // 4 + 2 * _ALIGNED)  # is aligned; the next ones may be a little longer
+            size = n + n // 4 + 2 * _ALIGNED  # the next ones may be a little longer
+            memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # is aligned
             buffer = self._plane_buffers[plane.is_coded] = np.frombuffer(memory, np.uint8)
         skip = self._read(stored, plane.mapped.ctypes.data, buffer)
         return buffer[skip : skip + n]

@@ -97,7 +97,8 @@ class ReadAhead:
             n_pieces = -(-min(len(mapped), limit_bytes) // PIECE_BYTES)
             if n_pieces <= 0 or _in_cache(mapped):
                 return 0
-        memory = mmap.mmap(-1, n_pieces * PIECE_BYTES, mmap.MAP_PRIVATE)  # shared memory has no huge pages
+        private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # shared memory, mmap's default, has no huge pages
+        memory = mmap.mmap(-1, n_pieces * PIECE_BYTES, private)
         with suppress(OSError, AttributeError):
             memory.madvise(mmap.MADV_HUGEPAGE)
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
