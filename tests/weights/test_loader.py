@@ -150,6 +150,33 @@ def test_loader_reads_what_exceeded_the_read_ahead_limit(tmp_path, uncached):
     ahead.stop()
 
 
+def test_loader_takes_bytes_that_are_still_being_read(tmp_path, uncached):
+    values = np.random.default_rng(7).standard_normal((500, 500)).astype(np.float32)
+    path = tmp_path / "w"
+    path.write_bytes(values.tobytes())
+    weight = weight_of(path, 0, values, "f32")
+    for _ in range(20):
+        loader, target = WeightLoader("cpu", readahead.ReadAhead([path], 1 << 30)), torch.zeros(500, 500)
+        loader.fill(weight, target)
+        loader.finish()
+        assert torch.equal(target, torch.from_numpy(values))
+
+
+def test_loader_reads_what_could_not_be_read_ahead(tmp_path, uncached):
+    values = np.random.default_rng(8).standard_normal((100, 50)).astype(np.float32)
+    path, longer = tmp_path / "w", tmp_path / "longer"
+    path.write_bytes(values.tobytes())
+    weight = weight_of(path, 0, values, "f32")
+    os.truncate(path, 5000)
+    ahead = read_all([path])
+    longer.write_bytes(values.tobytes())
+    longer.rename(path)
+    target, loader = torch.zeros(100, 50), WeightLoader("cpu", ahead)
+    loader.fill(weight, target)
+    loader.finish()
+    assert torch.equal(target, torch.from_numpy(values))
+
+
 def compressed(tmp_path) -> tuple[LosslessFile, np.ndarray]:
     """A compressed matrix, [400, 300]."""
     values = np.random.default_rng(6).standard_normal((400, 300)).astype("<f4").view("<u4") >> 16
