@@ -8,21 +8,25 @@ A shorter model of that shape decodes in deterministic mode: its tokens must be 
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu import workloads
 from benchmarks.gpu.engine import wait_until_prepared, worker
-from benchmarks.gpu.model_files import drop_from_page_cache
+from benchmarks.gpu.model_files import PIECE_BYTES, drop_from_page_cache
 from benchmarks.gpu.start import write_model
 from benchmarks.gpu.workloads import Prompts
 
 STORAGES = ("plain", "compressed")
 PARTS = ("decode", "deterministic", "start")
+PHASE_LINES = ("started in", "weights were read", "the essential steps are prepared")
 
 
 def decode(args: argparse.Namespace, storage: str) -> dict[str, Any]:
@@ -55,23 +59,47 @@ def deterministic(args: argparse.Namespace, storage: str) -> list[list[int]]:
         return alone
 
 
-def start(args: argparse.Namespace, _: str) -> dict[str, float]:
-    """Seconds from a cold drive until the engine is ready, in turn, the first round not counted."""
-    source, packed = args.work / "llama-8b", args.work / "llama-8b-lossless"
+def start(args: argparse.Namespace, _: str) -> dict[str, Any]:
+    """Seconds from a cold drive until the engine is ready, in turn, the first round not counted; then with the weights
+    in the page cache. Each with its phases, and with what the threads did that read the weights."""
+    source, packed, log = args.work / "llama-8b", args.work / "llama-8b-lossless", args.work / "start.log"
     write_model(source, args.layers)
     begin = time.perf_counter()
     if not packed.exists():
         subprocess.run([sys.executable, "-m", "emberline.cli.main", "compress", str(source)], check=True)
-    found = {"compress s": time.perf_counter() - begin}
+    found: dict[str, Any] = {"compress s": time.perf_counter() - begin}
     plans = {"plain": (source, "plain"), "disk": (packed, "plain"), "disk and memory": (packed, "compressed")}
-    for name in (*plans, *plans):
+    for turn, name in [(turn, name) for turn in ("first", "cold", "cached") for name in plans]:
         folder, storage = plans[name]
-        drop_from_page_cache(source)
-        drop_from_page_cache(packed)
-        with worker(folder, args.work / "start.log", "--weights", storage) as engine:
+        if turn != "cached":
+            drop_from_page_cache(source)
+            drop_from_page_cache(packed)
+        else:
+            read_files(folder)
+        with worker(folder, log, "--weights", storage) as engine:
             engine.client.generate([Prompts(3).of(64)], 1)
-            found[name] = time.perf_counter() - engine.began_s
-        print(f"  start {name}: {found[name]:.2f} s", flush=True)
+            total_s = time.perf_counter() - engine.began_s
+            found[f"{turn} {name}"] = {"s": total_s, **phases(log, engine.log_start)}
+        print(f"  start {turn} {name}: {total_s:.2f} s {found[f'{turn} {name}']}", flush=True)
+    return found
+
+
+def read_files(folder: Path) -> None:
+    """Have the weights of a folder in the page cache."""
+    for path in folder.glob("*.safetensors"):
+        with path.open("rb", buffering=0) as file, ThreadPoolExecutor(8) as threads:
+            for at in range(0, path.stat().st_size, PIECE_BYTES):
+                threads.submit(os.pread, file.fileno(), PIECE_BYTES, at)
+
+
+def phases(log: Path, log_start: int) -> dict[str, Any]:
+    """The fields of the log lines that tell where the time of a start went."""
+    found: dict[str, Any] = {}
+    for line in log.read_bytes()[log_start:].splitlines():
+        with suppress(ValueError):
+            record = json.loads(line)
+            if any(record["message"].startswith(text) for text in PHASE_LINES):
+                found |= {key: value for key, value in record.items() if isinstance(value, int | float | dict)}
     return found
 
 

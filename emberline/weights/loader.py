@@ -2,17 +2,19 @@
 
 A tensor whose dtype and order match the file goes from the drive through pinned memory to the device. It is read with
 O_DIRECT, unless its bytes are in the page cache or were read ahead. A losslessly compressed one is read in the same
-ways into memory of the thread, which decodes it into the pinned memory. Other tensors are converted on the host first,
-by the same threads.
+ways into memory of the thread, or left where it was read ahead, and decoded from there into the pinned memory. Other
+tensors are converted on the host first, by the same threads.
 """
 
+import logging
 import mmap
 import os
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import replace
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,14 +22,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from emberline.weights.lossless_tensor import LosslessRows, PlaneBytes
+from emberline.weights.lossless_tensor import LosslessRows, PlaneBytes, n_threads
 from emberline.weights.model_config import BadCheckpoint
 from emberline.weights.readahead import ReadAhead, resident
-from emberline.weights.tensors import Bytes, FileLocation, Weight
+from emberline.weights.tensors import LOADED_BYTES, Bytes, FileLocation, Weight
 
-PIECE_BYTES = 16 << 20
-N_THREADS = 8
 _ALIGNED = 4096  # alignment of O_DIRECT reads
+PIECE_BYTES = LOADED_BYTES  # a buffer, with room to align them, has a power of two: pinned memory is rounded up to one
+N_THREADS = 8  # at least; a compressed checkpoint is decoded on most cores
+_log = logging.getLogger(__name__)
 _DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "u8": torch.uint8}
 
 
@@ -99,6 +102,22 @@ def _stored(rows: LosslessRows) -> list[FileBytes]:
     return [FileBytes(each.path, each.offset, each.mapped.nbytes) for each in rows.stored() if each.mapped.nbytes]
 
 
+@dataclass(slots=True)
+class LoadTimes:
+    """Seconds of a loader's threads, and the bytes of files that they took."""
+
+    ahead_bytes: int = 0  # that were read ahead
+    read_bytes: int = 0  # by the threads themselves
+    read_s: float = 0.0
+    decode_s: float = 0.0
+    device_s: float = 0.0  # until earlier copies to the device had ended
+    hand_over_s: float = 0.0  # for consumers, such as those that pack weights
+
+    def add(self, other: "LoadTimes") -> None:
+        for each in fields(self):
+            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
+
+
 class WeightLoader:
     """Collects which weight goes into which tensor, then reads everything once, in file order."""
 
@@ -111,6 +130,7 @@ class WeightLoader:
         self._readers: list[_Reader] = []
         self._actions: list[Callable[[], None]] = []
         self._n_bytes = 0
+        self._began_s = 0.0
 
     def fill(self, weight: Weight, target: Tensor) -> None:
         """Schedule the weight to be read into `target`, which must not be used before `finish`."""
@@ -137,7 +157,8 @@ class WeightLoader:
             start += part.nbytes
 
     def read(self, weight: Weight, consume: Callable[[Tensor], None]) -> None:
-        """Schedule a BF16 weight to be read and handed to `consume` on the host, on the stream of the thread."""
+        """Schedule a BF16 weight to be read and handed to `consume` on the host. What `consume` starts on a device, it
+        starts on the thread's stream, or has that stream wait for it."""
         as_is = weight.order is None and not weight.shift and not weight.transposed
         if as_is and weight.raw.nbytes <= PIECE_BYTES and (weight.location or isinstance(weight.raw, LosslessRows)):
             self._pieces.append(HandedPiece(weight, consume))
@@ -150,8 +171,10 @@ class WeightLoader:
 
     def start(self) -> None:
         """Start reading everything scheduled, on threads."""
+        self._began_s = time.monotonic()
         if self._read_ahead is not None:
             self._read_ahead.stop()
+        decodes = any(isinstance(piece, CodedPiece | HandedPiece) for piece in self._pieces)
         pieces, self._pieces = self._in_order(), []
         self._n_bytes = sum(piece.target.nbytes for piece in pieces if isinstance(piece, FilePiece | CodedPiece))
         local = threading.local()
@@ -162,7 +185,7 @@ class WeightLoader:
                 self._readers.append(local.reader)
             piece.run(local.reader)
 
-        self._pool = ThreadPoolExecutor(N_THREADS, "weights")
+        self._pool = ThreadPoolExecutor(max(N_THREADS, n_threads() - 2) if decodes else N_THREADS, "weights")
         self._reading = [self._pool.submit(run, piece) for piece in pieces]
 
     def _in_order(self) -> list[Piece]:
@@ -206,10 +229,20 @@ class WeightLoader:
             self.stop()
         for reader in self._readers:
             reader.close()
+        self._log_times()
         for action in self._actions:
             action()
         self._actions = []
         return self._n_bytes
+
+    def _log_times(self) -> None:
+        times = LoadTimes()
+        for reader in self._readers:
+            times.add(reader.times)
+        facts = asdict(times) | {"threads": len(self._readers), "loading_s": time.monotonic() - self._began_s}
+        if self._read_ahead is not None:
+            facts["ahead_s"] = self._read_ahead.seconds
+        _log.info("weights were read", extra={name: round(value, 3) for name, value in facts.items()})
 
 
 class _Reader:
@@ -225,44 +258,87 @@ class _Reader:
         self._copied: list[Any] = [None, None]
         self._plane_buffers: dict[bool, Bytes] = {}
         self._files: dict[Path, _File] = {}
+        self._viewed: list[FileBytes] = []  # that are read where they were read ahead
         self._turn = 0
+        self.times = LoadTimes()
+        self._counted_s = 0.0
 
     def _next_buffer(self) -> Tensor:
         """A buffer whose last content has been copied to the device."""
         self._turn ^= 1
         if self._copied[self._turn] is not None:
-            self._copied[self._turn].synchronize()
+            with self._timed("device_s"):
+                self._copied[self._turn].synchronize()
         return self._buffers[self._turn]
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        """Count the seconds of a block, without those that were counted within it."""
+        begin, counted = time.perf_counter(), self._counted_s
+        try:
+            yield
+        finally:
+            took_s = time.perf_counter() - begin
+            setattr(self.times, name, getattr(self.times, name) + took_s - (self._counted_s - counted))
+            self._counted_s = counted + took_s
 
     def decode(self, piece: CodedPiece) -> None:
         n = piece.target.nbytes
         if n > PIECE_BYTES:  # a row that is longer than a buffer
-            rows = piece.rows.read(read=self._read_plane).reshape(-1)
-            self._send(torch.from_numpy(rows), piece.target, pinned=False)
+            self._send(torch.from_numpy(self._decoded(piece.rows).reshape(-1)), piece.target, pinned=False)
             return
         buffer = self._next_buffer()
-        piece.rows.read(buffer[:n].numpy(), self._read_plane)
+        self._decoded(piece.rows, buffer[:n].numpy())
         self._send(buffer[:n], piece.target)
+
+    def _decoded(self, rows: LosslessRows, into: Bytes | None = None) -> Bytes:
+        with self._timed("decode_s"):
+            try:
+                return rows.read(into, self._read_plane)
+            finally:
+                self._release()
 
     def _read_plane(self, plane: PlaneBytes) -> Bytes:
         n = plane.mapped.nbytes
         if not n:
             return plane.mapped
+        stored = FileBytes(plane.path, plane.offset, n)
+        if (found := self._view(stored)) is not None:
+            return found
         buffer = self._plane_buffers.get(plane.is_coded)
         if buffer is None or buffer.nbytes < n + 2 * _ALIGNED:
-            memory = mmap.mmap(-1, n + n // 4 + 2 * _ALIGNED)  # is aligned; the next ones may be a little longer
+            size = n + n // 4 + 2 * _ALIGNED  # the next ones may be a little longer
+            memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # is aligned
             buffer = self._plane_buffers[plane.is_coded] = np.frombuffer(memory, np.uint8)
-        skip = self._read(FileBytes(plane.path, plane.offset, n), plane.mapped.ctypes.data, buffer)
+        skip = self._read(stored, plane.mapped.ctypes.data, buffer)
         return buffer[skip : skip + n]
+
+    def _view(self, stored: FileBytes) -> Bytes | None:
+        """Some bytes of a file where they were read ahead, until `_release`. None: they were not."""
+        found = None if self._read_ahead is None else self._read_ahead.view(*stored)
+        if found is not None:
+            self._viewed.append(stored)
+            self.times.ahead_bytes += stored.n
+        return found
+
+    def _release(self) -> None:
+        for each in self._viewed:
+            assert self._read_ahead is not None
+            self._read_ahead.release(*each)
+        self._viewed.clear()
 
     def _read(self, stored: FileBytes, mapped: int, buffer: Bytes) -> int:
         """Read some bytes of a file; returns where they begin in the buffer."""
         path, offset, n = stored
-        if self._read_ahead is not None and self._read_ahead.copy(path, offset, buffer[:n]):
-            return 0
-        if path not in self._files:
-            self._files[path] = _File(path)
-        return self._files[path].read(offset, n, buffer, cached=resident(mapped, n))
+        with self._timed("read_s"):
+            if (found := self._view(stored)) is not None:
+                np.copyto(buffer[:n], found)
+                self._release()
+                return 0
+            self.times.read_bytes += n
+            if path not in self._files:
+                self._files[path] = _File(path)
+            return self._files[path].read(offset, n, buffer, cached=resident(mapped, n))
 
     def copy(self, piece: FilePiece) -> None:
         buffer, n = self._next_buffer(), piece.target.nbytes
@@ -271,22 +347,16 @@ class _Reader:
 
     def _numbers(self, weight: Weight, dtype: torch.dtype) -> Tensor:
         if isinstance(weight.raw, LosslessRows) and weight.order is None:
-            weight = replace(weight, raw=weight.raw.read(read=self._read_plane))
+            weight = replace(weight, raw=self._decoded(weight.raw))
         return weight.tensor(dtype, "cpu")
 
     def convert(self, weight: Weight, target: Tensor) -> None:
-        numbers = self._numbers(weight, target.dtype)
-        if self._cuda:
-            with torch.cuda.stream(self._stream):
-                target.copy_(numbers)
-            self._stream.synchronize()  # `numbers` is not pinned: it must outlive the copy
-        else:
-            target.copy_(numbers)
+        self._send(self._numbers(weight, target.dtype), target, pinned=False)
 
     def hand_over(self, weight: Weight, consume: Callable[[Tensor], None]) -> None:
         buffer, n, skip = self._next_buffer(), weight.raw.nbytes, 0
         if isinstance(weight.raw, LosslessRows):
-            weight.raw.read(buffer[:n].numpy(), self._read_plane)
+            self._decoded(weight.raw, buffer[:n].numpy())
         else:
             assert weight.location is not None
             skip = self._read(FileBytes(*weight.location, n), weight.raw.ctypes.data, buffer.numpy())
@@ -296,25 +366,24 @@ class _Reader:
             self._give(buffer[skip : skip + n].view(torch.bfloat16).view(weight.shape), consume)
 
     def hand_over_converted(self, weight: Weight, consume: Callable[[Tensor], None]) -> None:
-        self._give(self._numbers(weight, torch.bfloat16), consume)
+        self._give(self._numbers(weight, torch.bfloat16), consume, pinned=False)
 
-    def _give(self, numbers: Tensor, consume: Callable[[Tensor], None]) -> None:
-        if not self._cuda:
+    def _give(self, numbers: Tensor, consume: Callable[[Tensor], None], pinned: bool = True) -> None:
+        with self._timed("hand_over_s"), torch.cuda.stream(self._stream):  # no stream: on the CPU
             consume(numbers)
-            return
-        with torch.cuda.stream(self._stream):
-            consume(numbers)
-        self._stream.synchronize()
+        self._end_copy(pinned)
 
     def _send(self, source: Tensor, target: Tensor, pinned: bool = True) -> None:
-        if not self._cuda or not pinned:
-            target.copy_(source)
-            return
         with torch.cuda.stream(self._stream):
-            target.copy_(source, non_blocking=True)
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record()
-        self._copied[self._turn] = event
+            target.copy_(source, non_blocking=pinned)
+        self._end_copy(pinned)
+
+    def _end_copy(self, pinned: bool) -> None:
+        """Let the buffer be used again once the device has read it. Other memory is freed: wait until that is so."""
+        if self._cuda and pinned:
+            self._copied[self._turn] = self._stream.record_event()
+        elif self._cuda:
+            self._stream.synchronize()
 
     def close(self) -> None:
         if self._cuda:

@@ -212,11 +212,15 @@ class LosslessRows:
         for span in self.tensor.spans(self.rows, self.columns):
             yield from (span.coded, span.rest)
 
+    def rows_within(self, n_bytes: int) -> int:
+        """Rows that have up to `n_bytes`: whole blocks if one has no more, and at least one row."""
+        band = max(1, self.tensor.grid.block_rows // self.per_row)
+        step = n_bytes // max(1, band * self.row_bytes) * band
+        return step or max(1, n_bytes // max(1, self.row_bytes))
+
     def pieces(self, n_bytes: int) -> "Iterator[LosslessRows]":
         """The rows in parts of up to `n_bytes`, divided between blocks where they begin at one."""
-        band = max(1, self.tensor.grid.block_rows // self.per_row)
-        step = max(1, n_bytes // max(1, band * self.row_bytes)) * band
-        step = step if step * self.row_bytes <= n_bytes else max(1, n_bytes // self.row_bytes)
+        step = self.rows_within(n_bytes)
         return (self._part(start, min(len(self), start + step)) for start in range(0, len(self), step))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Bytes:

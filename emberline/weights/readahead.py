@@ -1,19 +1,22 @@
 """Reading a model's files while the process is still importing torch.
 
 Reads use O_DIRECT into private memory, which is twice as fast as through the page cache and leaves the interpreter to
-the imports. `WeightLoader` takes the pieces over. Files that are already in the page cache are skipped.
+the imports. An import keeps the interpreter to itself while it loads a library, for half a second and more: so many
+long reads are in progress that the drive does not wait meanwhile. `WeightLoader` takes the bytes over where they are.
+Files that are already in the page cache are skipped.
 """
 
 import ctypes
 import mmap
 import os
 import threading
-from collections import Counter
+import time
+from collections import Counter, deque
 from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,138 +27,172 @@ _FIRST_BIT = bytes(n & 1 for n in range(256))  # of mincore's byte for a page: i
 
 
 @cache
-def _mincore() -> Any:
+def _memory_calls() -> Any:
+    """The C library, whose calls let other threads run Python. Returns None where it lacks these calls."""
+    library = ctypes.CDLL(None, use_errno=True)
     try:
-        function = ctypes.CDLL(None, use_errno=True).mincore
-    except (AttributeError, OSError):  # not on this platform
+        library.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p]
+        library.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    except AttributeError:
         return None
-    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p]
-    return function
+    return library
 
 
 def resident(address: int, n_bytes: int) -> bool:
     """True if nearly all pages of a mapping are in memory. False where the platform cannot tell."""
-    function = _mincore()
-    if function is None or not n_bytes:
+    library = _memory_calls()
+    if library is None or not n_bytes:
         return False
     start = address - address % mmap.PAGESIZE
     n_pages = -(-(address + n_bytes - start) // mmap.PAGESIZE)
     pages = ctypes.create_string_buffer(n_pages)
-    if function(start, n_pages * mmap.PAGESIZE, pages):
+    if library.mincore(start, n_pages * mmap.PAGESIZE, pages):
         return False
     return pages.raw.translate(_FIRST_BIT).count(1) > 0.9 * n_pages
 
 
-PIECE_BYTES = 16 << 20
-N_THREADS = 6
+PIECE_BYTES = 64 << 20
+N_THREADS = 16  # with a piece each: half a second of a drive that reads 2 GB/s
+
+
+class _Piece:
+    """A piece of a file that is being read, or was."""
+
+    __slots__ = ("n_bytes", "read")
+
+    def __init__(self) -> None:
+        self.read = threading.Event()
+        self.n_bytes = 0
+
+
+class _FileMemory(NamedTuple):
+    """Memory for the bytes of a file from its first on, which are in it once their piece has been read."""
+
+    descriptor: int  # until `ReadAhead.release_all`
+    view: NDArray[np.uint8]
+    pieces: dict[int, _Piece]  # that were begun, by offset
 
 
 class ReadAhead:
     """Threads that read files front to back, in pieces of PIECE_BYTES, until stopped or at the memory limit."""
 
     def __init__(self, paths: Iterable[Path], limit_bytes: int) -> None:
-        self._todo = iter(_pieces(paths, limit_bytes))
-        self._done: dict[tuple[Path, int], tuple[mmap.mmap, int]] = {}  # a piece's memory, and its length
-        self._expected: Counter[tuple[Path, int]] = Counter()  # copies to come from each piece
+        self._opened = ExitStack()
+        self._files: dict[Path, _FileMemory] = {}
+        self._todo: deque[tuple[_FileMemory, int]] = deque()
+        for path in paths:
+            with suppress(OSError, ValueError, AttributeError):  # no such file, an empty one, or no O_DIRECT here
+                limit_bytes -= self._open(path, limit_bytes)
+        self._expected: Counter[tuple[Path, int]] = Counter()  # readers to come, of each piece
         self._lock = threading.Lock()
-        self._stopped = False
+        self._began_s = time.monotonic()
+        self.seconds = 0.0  # until the last piece that was read
         self._threads = [threading.Thread(target=self._run, daemon=True) for _ in range(N_THREADS)]
         for thread in self._threads:
             thread.start()
 
-    def stop(self) -> None:
-        """Start no further piece, and wait for those in progress."""
-        self._stopped = True
+    def _open(self, path: Path, limit_bytes: int) -> int:
+        """Schedule a file that is not in the page cache. Returns the bytes of memory that it may take."""
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+            n_pieces = -(-min(len(mapped), limit_bytes) // PIECE_BYTES)
+            if n_pieces <= 0 or _in_cache(mapped):
+                return 0
+        private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # shared memory, mmap's default, has no huge pages
+        memory = mmap.mmap(-1, n_pieces * PIECE_BYTES, private)
+        with suppress(OSError, AttributeError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
+        self._opened.callback(os.close, descriptor)
+        found = self._files[path] = _FileMemory(descriptor, np.frombuffer(memory, np.uint8), {})
+        self._todo += [(found, n * PIECE_BYTES) for n in range(n_pieces)]
+        return n_pieces * PIECE_BYTES
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:  # after `stop` no piece is added
+                if not self._todo:
+                    return
+                file, offset = self._todo.popleft()
+                piece = file.pieces[offset] = _Piece()
+            self._read(file, offset, piece)
+
+    def _read(self, file: _FileMemory, offset: int, piece: _Piece) -> None:
+        with suppress(OSError):  # the loader reads again and reports it
+            piece.n_bytes = os.preadv(file.descriptor, [file.view[offset : offset + PIECE_BYTES].data], offset)
+        self.seconds = time.monotonic() - self._began_s
+        piece.read.set()
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes that were read and are still in memory."""
+        return sum(piece.n_bytes for file in list(self._files.values()) for piece in list(file.pieces.values()))
+
+    def wait(self) -> None:
+        """Wait until all is read."""
         for thread in self._threads:
             thread.join()
 
+    def stop(self) -> None:
+        """Begin no further piece. Call it before `expect`."""
+        with self._lock:
+            self._todo.clear()
+
     def expect(self, path: Path, offset: int, n_bytes: int) -> bool:
-        """True if a file's bytes were read, and are therefore to be copied once.
+        """True if a file's bytes were read or are being read, and are therefore to be taken by `view` once.
 
-        Memory is freed with the last copy from it that is expected: all of it at the end takes a second.
+        Memory is freed when the last reader that is expected has released it: all of it at the end takes a second.
         """
-        pieces = self._find(path, offset, offset + n_bytes)
-        for start, _ in pieces or []:
-            self._expected[path, start] += 1
-        return pieces is not None
-
-    def copy(self, path: Path, offset: int, to: NDArray[np.uint8]) -> bool:
-        """Copy a file's bytes from `offset` into `to`; False if not all of them were read."""
-        end = offset + len(to)
-        pieces = self._find(path, offset, end)
-        if pieces is None:
+        file, starts = self._files.get(path), _starts(offset, n_bytes)
+        if file is None or not all(start in file.pieces for start in starts):
             return False
-        for start, (memory, n) in pieces:
-            a, b = max(offset, start), min(end, start + PIECE_BYTES)
-            np.copyto(to[a - offset : b - offset], np.frombuffer(memory, np.uint8, n)[a - start : b - start])
+        for start in starts:
+            self._expected[path, start] += 1
+        return True
+
+    def view(self, path: Path, offset: int, n_bytes: int) -> NDArray[np.uint8] | None:
+        """Bytes of a file that were expected, until they are released. Waits until they are read. Returns None if they
+        are not expected, or could not be read."""
+        file, end = self._files.get(path), offset + n_bytes
+        for start in _starts(offset, n_bytes):
+            piece = None if file is None else file.pieces.get(start)
+            if piece is None or not piece.read.wait() or start + piece.n_bytes < min(end, start + PIECE_BYTES):
+                return None
+        return None if file is None else file.view[offset:end]
+
+    def release(self, path: Path, offset: int, n_bytes: int) -> None:
+        """Note that the bytes which `view` has returned are no longer read."""
+        for start in _starts(offset, n_bytes):
             with self._lock:
                 self._expected[path, start] -= 1
                 last = self._expected[path, start] == 0
             if last:
-                self._free(path, start)
-        return True
+                file = self._files[path]
+                del file.pieces[start]
+                _free(file.view[start : start + PIECE_BYTES])
 
-    def _find(self, path: Path, offset: int, end: int) -> list[tuple[int, tuple[mmap.mmap, int]]] | None:
-        """The pieces that hold a file's bytes, each with the offset of its first; None if not all were read."""
-        found: list[tuple[int, tuple[mmap.mmap, int]]] = []
-        for start in range(offset - offset % PIECE_BYTES, end, PIECE_BYTES):
-            piece = self._done.get((path, start))
-            if piece is None or start + piece[1] < min(end, start + PIECE_BYTES):
-                return None
-            found.append((start, piece))
-        return found
-
-    def _free(self, path: Path, start: int) -> None:
-        memory, _ = self._done.pop((path, start))
-        with suppress(BufferError):  # a view of it is in some traceback
-            memory.close()
-
-    def release(self) -> None:
-        """Free what nobody copied, on a thread."""
+    def release_all(self) -> None:
+        """Free what nobody took, on a thread."""
 
         def free() -> None:
-            for path, start in list(self._done):
-                self._free(path, start)
+            self.wait()
+            self._opened.close()
+            for file in self._files.values():
+                for start in list(file.pieces):
+                    _free(file.view[start : start + PIECE_BYTES])
+            self._files = {}
 
         threading.Thread(target=free, daemon=True).start()
 
-    def _run(self) -> None:
-        opened: dict[Path, int] = {}
-        try:
-            while not self._stopped:
-                with self._lock:
-                    piece = next(self._todo, None)
-                if piece is None:
-                    return
-                path, offset = piece
-                if path not in opened:
-                    opened[path] = os.open(path, os.O_RDONLY | os.O_DIRECT)
-                memory = mmap.mmap(-1, PIECE_BYTES)
-                with suppress(OSError, AttributeError):
-                    memory.madvise(mmap.MADV_HUGEPAGE)
-                n = os.preadv(opened[path], [memory], offset)
-                self._done[path, offset] = memory, n
-        except (OSError, AttributeError):
-            return  # no O_DIRECT here, or a read error: the loader reads again and reports it
-        finally:
-            for descriptor in opened.values():
-                os.close(descriptor)
+
+def _starts(offset: int, n_bytes: int) -> range:
+    """Offsets of the pieces that hold some bytes of a file."""
+    return range(offset - offset % PIECE_BYTES, offset + n_bytes, PIECE_BYTES)
 
 
-def _pieces(paths: Iterable[Path], limit_bytes: int) -> Iterable[tuple[Path, int]]:
-    for path in paths:
-        try:
-            with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-                size = len(mapped)
-                if _in_cache(mapped):
-                    continue
-        except (OSError, ValueError):
-            continue
-        for offset in range(0, size, PIECE_BYTES):
-            if limit_bytes <= 0:
-                return
-            limit_bytes -= PIECE_BYTES
-            yield path, offset
+def _free(memory: NDArray[np.uint8]) -> None:
+    """Give the pages of some memory back, which then is zero."""
+    if (library := _memory_calls()) is not None:
+        library.madvise(memory.ctypes.data, memory.nbytes, mmap.MADV_DONTNEED)
 
 
 def _in_cache(mapped: mmap.mmap) -> bool:

@@ -25,7 +25,7 @@ Shape = tuple[int, ...]
 
 GROUP = 32  # weights that share a scale and an offset in the affine form
 _CHUNK_WEIGHTS = 1 << 24  # float32 numbers held at once while a quantized weight is converted to another dtype
-_HANDED_WEIGHTS = 1 << 23  # BF16 numbers handed over at once: what a loader's buffer holds
+LOADED_BYTES = (16 << 20) - (8 << 10)  # of a file that are read or handed over at once: what a loader's buffer holds
 
 # --- block formats ----------------------------------------------------------------------------------------------------
 
@@ -303,7 +303,8 @@ class Weight:
         at once, or by the time that the loader finishes, on its threads."""
         import torch
 
-        step = max(1, _HANDED_WEIGHTS // max(1, self.shape[1]))
+        whole_blocks = None if self.transposed else getattr(self.raw, "rows_within", None)  # of a compressed tensor
+        step = max(1, LOADED_BYTES // max(1, 2 * self.shape[1])) if whole_blocks is None else whole_blocks(LOADED_BYTES)
         for start in range(0, self.shape[0], step):
             rows = self.slice(0, start, min(start + step, self.shape[0]))
             if self.loader is not None:

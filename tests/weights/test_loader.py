@@ -105,13 +105,8 @@ def test_a_deferred_checkpoint_is_filled_by_the_loader(tmp_path):
 
 def read_all(files, limit=1 << 30):
     ahead = readahead.ReadAhead(files, limit)
-    for thread in ahead._threads:
-        thread.join(60)
+    ahead.wait()
     return ahead
-
-
-def bytes_read(ahead):
-    return sum(n for _, n in ahead._done.values())
 
 
 @pytest.fixture
@@ -128,9 +123,9 @@ def test_loader_uses_read_ahead_bytes(tmp_path, uncached):
     (folder / "config.json").write_text("{}")
     [path] = readahead.model_files(folder)
     ahead = read_all([path, tmp_path / "gone"])
-    if not bytes_read(ahead):
+    if not ahead.n_bytes:
         pytest.skip("O_DIRECT is not supported here")
-    assert bytes_read(ahead) == 300 + values.nbytes
+    assert ahead.n_bytes == 300 + values.nbytes
     weight = weight_of(path, 300, values, "f32")
     os.truncate(path, 0)  # the bytes can now only come from the read-ahead
     target = torch.zeros(100, 50)
@@ -138,7 +133,7 @@ def test_loader_uses_read_ahead_bytes(tmp_path, uncached):
     loader.fill(weight, target)
     loader.finish()
     assert torch.equal(target, torch.from_numpy(values))
-    assert bytes_read(ahead) == 0, "freed with the last copy"
+    assert ahead.n_bytes == 0, "freed with the last copy"
 
 
 def test_loader_reads_what_exceeded_the_read_ahead_limit(tmp_path, uncached):
@@ -146,13 +141,40 @@ def test_loader_reads_what_exceeded_the_read_ahead_limit(tmp_path, uncached):
     path = tmp_path / "w"
     path.write_bytes(values.tobytes())
     ahead = read_all([path], 8192)
-    assert bytes_read(ahead) in (0, 8192)
+    assert ahead.n_bytes in (0, 8192)
     target = torch.zeros(100, 50)
     loader = WeightLoader("cpu", ahead)
     loader.fill(weight_of(path, 0, values, "f32"), target)
     loader.finish()
     assert torch.equal(target, torch.from_numpy(values))
     ahead.stop()
+
+
+def test_loader_takes_bytes_that_are_still_being_read(tmp_path, uncached):
+    values = np.random.default_rng(7).standard_normal((500, 500)).astype(np.float32)
+    path = tmp_path / "w"
+    path.write_bytes(values.tobytes())
+    weight = weight_of(path, 0, values, "f32")
+    for _ in range(20):
+        loader, target = WeightLoader("cpu", readahead.ReadAhead([path], 1 << 30)), torch.zeros(500, 500)
+        loader.fill(weight, target)
+        loader.finish()
+        assert torch.equal(target, torch.from_numpy(values))
+
+
+def test_loader_reads_what_could_not_be_read_ahead(tmp_path, uncached):
+    values = np.random.default_rng(8).standard_normal((100, 50)).astype(np.float32)
+    path, longer = tmp_path / "w", tmp_path / "longer"
+    path.write_bytes(values.tobytes())
+    weight = weight_of(path, 0, values, "f32")
+    os.truncate(path, 5000)
+    ahead = read_all([path])
+    longer.write_bytes(values.tobytes())
+    longer.rename(path)
+    target, loader = torch.zeros(100, 50), WeightLoader("cpu", ahead)
+    loader.fill(weight, target)
+    loader.finish()
+    assert torch.equal(target, torch.from_numpy(values))
 
 
 def compressed(tmp_path) -> tuple[LosslessFile, np.ndarray]:
@@ -186,16 +208,16 @@ def test_a_compressed_file_is_read_as_others_are(tmp_path, read_path):
 def test_a_compressed_file_is_decoded_from_the_read_ahead_bytes(tmp_path, uncached):
     file, values = compressed(tmp_path)
     ahead = read_all([file.path])
-    if not bytes_read(ahead):
+    if not ahead.n_bytes:
         pytest.skip("O_DIRECT is not supported here")
-    before = bytes_read(ahead)
+    before = ahead.n_bytes
     with file.path.open("r+b") as damaged:  # the planes can now only come from the read-ahead
         first = min(each.offset for each in LosslessRows.of(file.coded["w"], (400, 300)).stored())
         damaged.seek(first)
         damaged.write(bytes(file.path.stat().st_size - first))
     for each in load_compressed(file, ahead):
         assert np.array_equal(each.view(torch.int16).numpy().view("<u2"), values)
-    assert bytes_read(ahead) < before / 2, "freed with the last copy"
+    assert ahead.n_bytes < before / 2, "freed with the last copy"
     with pytest.raises(BadCheckpoint, match="'w' is damaged"):
         load_compressed(file, None)
 
@@ -204,7 +226,7 @@ def test_read_ahead_skips_files_in_the_page_cache(tmp_path):
     path = tmp_path / "w"
     path.write_bytes(bytes(1 << 16))
     assert path.read_bytes() == bytes(1 << 16)
-    assert bytes_read(read_all([path])) == 0
+    assert read_all([path]).n_bytes == 0
     assert readahead.model_files(path) == [path]
 
 

@@ -250,7 +250,7 @@ def _build_decoder(
             timeline.end("steps")
     checkpoint.close()
     if ahead is not None:
-        ahead.release()
+        ahead.release_all()
     timeline.end("release")
     cache, limits, transfers = opened.cache, opened.limits, opened.transfers
     receives_by = process.receive_transports(transfers, args)

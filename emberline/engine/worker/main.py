@@ -34,6 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     log.setup("engine", extra={"rank": args.rank} if args.rank else None)  # followers write to rank 0's log
     parent = process.Parent()  # before the model is loaded, which takes seconds
     process.end_on_signals()
+    process.share_interpreter()  # with threads that read weights while torch is imported
     timeline = StartTimeline()
     try:
         with ExitStack() as group:

@@ -27,7 +27,9 @@ from emberline.kv.transfer.transport import SHARED_MEMORY, TransportUnavailable
 from emberline.protocol.errors import BadInput, EmberlineError
 from emberline.protocol.frames import WorkerRole
 
-SWITCH_INTERVAL_S = 0.0005  # the step loop asks for the interpreter's lock after every kernel; 0.005 is the default
+# The step loop asks for the interpreter's lock after every kernel, and a thread that loads weights several times for
+# each piece. Python's default is 0.005.
+SWITCH_INTERVAL_S = 0.0005
 RESTART_STATUS = 75  # of a process that is to be started again; EX_TEMPFAIL of sysexits.h
 PARENT_GONE_S = 5.0  # for this process to end after its parent
 DRAIN_S = 30.0  # after SIGTERM; a Drain frame has its own limit
@@ -187,6 +189,11 @@ def end_on_signals() -> None:
             signal.signal(number, _exit)
 
 
+def share_interpreter() -> None:
+    """Let threads take the interpreter's lock from each other often, so that none waits long for it."""
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+
+
 def _exit(number: int, frame: object) -> None:
     os._exit(128 + number)
 
@@ -196,7 +203,7 @@ def serve(server: Server, parent: Parent, ready: dict[str, Any], announcer: Anno
 
     A JSON line on stdout tells that clients may connect. A worker that joins a cluster then announces itself.
     """
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    share_interpreter()
     reader, writer = socket.socketpair()
     with reader, writer:
         writer.setblocking(False)

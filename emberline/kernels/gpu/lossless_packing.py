@@ -1,8 +1,9 @@
 # mypy: disable-error-code="no-untyped-def,misc,no-untyped-call,untyped-decorator"
 """Packing of BF16 matrices in the layout of `lossless.py`, some rows at a time, into memory that is allocated at once.
 
-Weights on a GPU are packed by two kernels. The first finds each row's window of exponents, writes its codes and counts
-its escapes; the second stores the escapes, once the host knows how many a piece has. Elsewhere plain PyTorch packs.
+A kernel packs weights on a GPU: it finds each row's window of exponents, writes the codes, and takes places for escapes
+and raw rows as they come, so that the host waits for nothing. Once all rows are packed, these are put in the order of
+rows. Elsewhere plain PyTorch packs.
 """
 
 from dataclasses import replace
@@ -19,11 +20,11 @@ from emberline.kernels.gpu.launch import launch_options
 from emberline.kernels.gpu.lossless import DECODED_EXPONENT, PLANES, RAW_SHARE, LosslessMatrix, plane_halves
 
 MAX_COLUMNS = 1 << 16  # that an escape can name
-PACKING_BYTES = 64 << 20  # of a GPU: a piece, and the escapes of all matrices until they are stored
+PACKING_BYTES = 64 << 20  # of a GPU: a piece, and where each row's escapes are until all rows are packed
 WINDOW = 16  # neighboring exponents that a code tells apart
 _FIRST, _LAST = 1, 255 - WINDOW  # of a row's window: no denormals, infinities or NaN in it
 _PIECE_WEIGHTS = 1 << 23
-_packing = Lock()  # held for a piece by the thread that packs it
+_packing = Lock()  # held by the thread that starts to pack a piece
 
 
 class Room(NamedTuple):
@@ -36,6 +37,19 @@ class Room(NamedTuple):
     def of(cls, n: int, k: int) -> "Room":
         """Several times what trained weights need; half a percent of the matrix."""
         return cls(n * k // 1024 + 1024, n // 1024 + 8)
+
+
+class StoredApart(NamedTuple):
+    """Where the escapes of rows, and raw rows, were stored in the order in which they came. All int32."""
+
+    counts: Tensor  # [rows]: escapes
+    slots: Tensor  # [rows]: of a row's first escape, or of a raw row
+    used: Tensor  # [2]: escapes and raw rows so far; those that there is no memory for are counted, too
+
+    @classmethod
+    def empty(cls, n: int, device: torch.device | str) -> "StoredApart":
+        counts, slots, used = (torch.zeros(size, dtype=torch.int32, device=device) for size in (n, n, 2))
+        return cls(counts, slots, used)
 
 
 class LosslessPacker:
@@ -61,30 +75,30 @@ class LosslessPacker:
             k,
             bias,
         )
-        self._counts = torch.zeros(n, dtype=torch.int32, device=device)  # escapes of each row
+        self.apart = StoredApart.empty(n, device)
         on_gpu = self.matrix.codes.device.type == "cuda"
         self._allocated = torch.cuda.current_stream().record_event() if on_gpu else None
-        self._escapes: dict[int, list[Tensor]] = {}  # places and values, by first row
-        self._raw: dict[int, Tensor] = {}
 
     def pack(self, weight: Tensor, first: int) -> None:
         """Pack rows `first` and on from bfloat16 [rows, k], which may be on the host. Parts of a matrix may come in any
-        order, on any thread; threads take turns."""
+        order, on any thread. On a GPU the work is only started: the caller's stream waits for it."""
         step, device = max(1, _PIECE_WEIGHTS // max(1, self.matrix.k)), self.matrix.codes.device
         stream, pack = _packing_stream(device), pack_rows_reference if device.type == "cpu" else pack_rows
-        written = None if stream is None else torch.cuda.current_stream(device).record_event()  # the weight
-        for start in range(0, len(weight), step):
-            with _packing, torch.cuda.stream(stream):
-                for event in (self._allocated, written):
-                    if stream is not None and event is not None:
-                        stream.wait_event(event)
-                piece, at = weight[start : start + step].to(device).contiguous(), first + start
-                *self._escapes[at], self._raw[at] = pack(piece, at, self.matrix, self._counts)
-                if stream is not None:
-                    stream.synchronize()
+        caller = None if stream is None else torch.cuda.current_stream(device)
+        written = None if caller is None else caller.record_event()  # the weight
+        with _packing, torch.cuda.stream(stream):
+            for event in (self._allocated, written):
+                if stream is not None and event is not None:
+                    stream.wait_event(event)
+            for start in range(0, len(weight), step):
+                piece = weight[start : start + step].to(device, non_blocking=True).contiguous()
+                pack(piece, first + start, self.matrix, self.apart)
+            packed = None if stream is None else stream.record_event()
+        if caller is not None and packed is not None:
+            caller.wait_event(packed)
 
     def finish(self) -> LosslessMatrix:
-        """Store escapes and raw rows. Raises ValueError where there are more than there is room for."""
+        """Put escapes and raw rows in order. Raises ValueError where there are more than there is room for."""
         stream = _packing_stream(self.matrix.codes.device)
         with _packing, torch.cuda.stream(stream):
             self._finish()
@@ -93,24 +107,25 @@ class LosslessPacker:
         return self.matrix
 
     def _finish(self) -> None:
-        matrix, order = self.matrix, sorted(self._raw)
-        n_escapes = sum(len(places) for places, _ in self._escapes.values())
-        n_raw = sum(map(len, self._raw.values()))
+        matrix, (counts, slots, used) = self.matrix, self.apart
+        n_escapes, n_raw = used.tolist()
         room = Room(len(matrix.places), len(matrix.raw))
         if n_escapes > room.escapes or n_raw > room.raw_rows:
             raise ValueError(
                 f"a matrix of {matrix.shape} has {n_escapes:,} escapes and {n_raw:,} raw rows, more than the"
                 f" {room.escapes:,} and {room.raw_rows:,} there is memory for: it does not compress"
             )
+        ends = counts.cumsum(0, dtype=torch.int32)
         if n_escapes:
-            torch.cat([self._escapes[first][0] for first in order], out=matrix.places[:n_escapes])
-            torch.cat([self._escapes[first][1] for first in order], out=matrix.values[:n_escapes])
+            slot = (slots - ends + counts).repeat_interleave(counts, output_size=n_escapes)
+            slot += torch.arange(n_escapes, dtype=torch.int32, device=slot.device)
+            for each in (matrix.places, matrix.values):
+                each[:n_escapes] = each[slot]
         if n_raw:
-            torch.cat([self._raw[first] for first in order], out=matrix.raw[:n_raw])
             is_raw = matrix.scale < 0
+            matrix.raw[:n_raw] = matrix.raw[slots[is_raw]]
             matrix.scale.copy_(torch.where(is_raw, -is_raw.cumsum(0).float(), matrix.scale))
-        matrix.starts[1:] = self._counts.cumsum(0)
-        self._escapes, self._raw = {}, {}
+        matrix.starts[1:] = ends
 
 
 @cache
@@ -132,8 +147,8 @@ def pack_lossless(weight: Tensor, bias: Tensor | None = None) -> LosslessMatrix:
 # --- rows of a piece --------------------------------------------------------------------------------------------------
 
 
-def pack_rows_reference(weight: Tensor, first: int, matrix: LosslessMatrix, counts: Tensor) -> tuple[Tensor, ...]:
-    """Pack rows `first` and on, and count their escapes. Returns places and values of the escapes, and the raw rows."""
+def pack_rows_reference(weight: Tensor, first: int, matrix: LosslessMatrix, apart: StoredApart) -> None:
+    """Pack rows `first` and on, and store their escapes and raw rows as they come."""
     rows = slice(first, first + len(weight))
     bits = weight.view(torch.int16).to(torch.int32) & 0xFFFF
     exponent = (bits >> 7) & 255
@@ -147,10 +162,17 @@ def pack_rows_reference(weight: Tensor, first: int, matrix: LosslessMatrix, coun
     matrix.codes[rows] = _interleave(low, high, matrix.halves)
     matrix.scale[rows] = torch.exp2((base - DECODED_EXPONENT).float()).masked_fill(is_raw, -1.0)
     escaped &= ~is_raw[:, None]
-    counts[rows] = escaped.sum(1, dtype=torch.int32)
+    counts = escaped.sum(1, dtype=torch.int32)
     at = torch.nonzero(escaped)
     places = (((at[:, 0] + first) & 0x7FFF) << 16 | at[:, 1]).to(torch.int32)
-    return places, weight[escaped], weight[is_raw]
+    n_escapes, n_raw = apart.used.tolist()
+    apart.counts[rows] = counts
+    apart.slots[rows] = torch.where(is_raw, n_raw + is_raw.cumsum(0) - 1, n_escapes + counts.cumsum(0) - counts).int()
+    for room, found in ((matrix.places, places), (matrix.values, weight[escaped])):
+        room[n_escapes : n_escapes + len(found)] = found[: max(0, len(room) - n_escapes)]
+    found = weight[is_raw]
+    matrix.raw[n_raw : n_raw + len(found)] = found[: max(0, len(matrix.raw) - n_raw)]
+    apart.used.add_(torch.stack([counts.sum(), is_raw.sum()]))
 
 
 def _best_windows(exponent: Tensor) -> Tensor:
@@ -174,13 +196,15 @@ def _interleave(low: Tensor, high: Tensor, halves: int) -> Tensor:
 
 
 @triton.jit
-def _write_codes(
-    weight, codes, scale, counts, k, width, FIRST: tl.constexpr, LAST: tl.constexpr, WINDOW: tl.constexpr,
-    ZERO: tl.constexpr, RAW_SHARE: tl.constexpr, TILE_HALVES: tl.constexpr, HALVES: tl.constexpr, COLS: tl.constexpr,
+def _pack_rows(
+    weight, codes, scale, counts, slots, used, places, values, raw, first_row, k, width, room, raw_room,
+    FIRST: tl.constexpr, LAST: tl.constexpr, WINDOW: tl.constexpr, ZERO: tl.constexpr, RAW_SHARE: tl.constexpr,
+    TILE_HALVES: tl.constexpr, HALVES: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """A row: its window, which holds most of its exponents, its codes, and the number of its escapes. weight: int16.
+    """A row: its window, which holds most of its exponents, its codes and its escapes. weight, values, raw: int16.
 
-    A row that is stored raw has the scale -1, no escapes and codes of zero.
+    A row that is stored raw has the scale -1, no escapes and codes of zero. room, raw_room: escapes and raw rows that
+    there is memory for.
     """
     row = tl.program_id(0)
     row_ptr = weight + row.to(tl.int64) * k
@@ -218,49 +242,40 @@ def _write_codes(
         tl.store(to, a.to(tl.int16), mask=half < width)
         tl.store(to + width, b.to(tl.int16), mask=half < width)
         tl.store(to + 2 * width, high.to(tl.int16), mask=half < width)
+    if is_raw:
+        slot = tl.atomic_add(used + 1, 1)
+        tl.store(slots + row, slot)
+        to, n_stored = raw + slot.to(tl.int64) * k, tl.where(slot < raw_room, k, 0)
+        for start in range(0, k, COLS):
+            col = start + tl.arange(0, COLS)
+            tl.store(to + col, tl.load(row_ptr + col, mask=col < k, other=0), mask=col < n_stored)
+    elif n_escapes > 0:
+        at = tl.atomic_add(used, n_escapes)
+        tl.store(slots + row, at)
+        end, start, name = at + n_escapes, 0, ((row + first_row) & 0x7FFF) << 16
+        while at < end:
+            col = start + tl.arange(0, COLS)
+            bits = tl.load(row_ptr + col, mask=col < k, other=0)
+            code = ((bits.to(tl.int32) >> 7) & 255) - first
+            escaped = (col < k) & ((code < 0) | (code >= WINDOW))
+            to = at + tl.cumsum(escaped.to(tl.int32), 0) - 1
+            tl.store(places + to, name | col, mask=escaped & (to < room))
+            tl.store(values + to, bits, mask=escaped & (to < room))
+            at += tl.sum(escaped.to(tl.int32), 0)
+            start += COLS
 
 
-@triton.jit
-def _write_escapes(
-    weight, scale, ends, places, values, first_row, k, WINDOW: tl.constexpr, ZERO: tl.constexpr, COLS: tl.constexpr
-):  # fmt: skip
-    """A row's escapes. ends: the number of escapes up to each row's last one. weight, values: int16."""
-    row = tl.program_id(0)
-    at, end = tl.load(ends + row - 1, mask=row > 0, other=0), tl.load(ends + row)
-    first = (tl.load(scale + row).to(tl.int32, bitcast=True) >> 23) - 127 + ZERO
-    name = ((row + first_row) & 0x7FFF) << 16
-    start = 0
-    while at < end:
-        col = start + tl.arange(0, COLS)
-        bits = tl.load(weight + row.to(tl.int64) * k + col, mask=col < k, other=0)
-        code = ((bits.to(tl.int32) >> 7) & 255) - first
-        escaped = (col < k) & ((code < 0) | (code >= WINDOW))
-        to = at + tl.cumsum(escaped.to(tl.int32), 0) - 1
-        tl.store(places + to, name | col, mask=escaped)
-        tl.store(values + to, bits, mask=escaped)
-        at += tl.sum(escaped.to(tl.int32), 0)
-        start += COLS
-
-
-def pack_rows(weight: Tensor, first: int, matrix: LosslessMatrix, counts: Tensor) -> tuple[Tensor, ...]:
-    """`pack_rows_reference` by kernels."""
+def pack_rows(weight: Tensor, first: int, matrix: LosslessMatrix, apart: StoredApart) -> None:
+    """`pack_rows_reference` by a kernel."""
     n, k = weight.shape
-    rows, width, bits = slice(first, first + n), matrix.codes.shape[2], weight.view(torch.int16)
-    _write_codes[(n,)](
-        bits, matrix.codes[rows], matrix.scale[rows], counts[rows], k, width, FIRST=_FIRST, LAST=_LAST, WINDOW=WINDOW,
+    rows = slice(first, first + n)
+    _pack_rows[(n,)](
+        weight.view(torch.int16), matrix.codes[rows], matrix.scale[rows], apart.counts[rows], apart.slots[rows],
+        apart.used, matrix.places, matrix.values.view(torch.int16), matrix.raw.view(torch.int16), first, k,
+        matrix.codes.shape[2], len(matrix.places), len(matrix.raw), FIRST=_FIRST, LAST=_LAST, WINDOW=WINDOW,
         ZERO=DECODED_EXPONENT, RAW_SHARE=RAW_SHARE, TILE_HALVES=matrix.halves, HALVES=512, COLS=2048,
         **launch_options(False, num_warps=4),
     )  # fmt: skip
-    ends, is_raw = counts[rows].cumsum(0, dtype=torch.int32), matrix.scale[rows] < 0
-    n_escapes, n_raw = torch.stack([ends[-1], is_raw.sum(dtype=torch.int32)]).tolist()
-    places = torch.empty(n_escapes, dtype=torch.int32, device=weight.device)
-    values = torch.empty(n_escapes, dtype=torch.bfloat16, device=weight.device)
-    if n_escapes:
-        _write_escapes[(n,)](
-            bits, matrix.scale[rows], ends, places, values.view(torch.int16), first, k, WINDOW=WINDOW,
-            ZERO=DECODED_EXPONENT, COLS=1024, **launch_options(False, num_warps=4),
-        )  # fmt: skip
-    return places, values, weight[is_raw] if n_raw else weight.new_empty(0, k)  # no view, which would keep the piece
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------

@@ -130,15 +130,15 @@ LOSSLESS = """
 from emberline.kernels.gpu.lossless import _decode_rows
 from emberline.kernels.gpu.lossless_gemm import _lossless_gemv
 from emberline.kernels.gpu.lossless_hopper import _finish_product
-from emberline.kernels.gpu.lossless_packing import _write_codes, _write_escapes
+from emberline.kernels.gpu.lossless_packing import _pack_rows
 
 apart = ["*fp32", "*i32", "*i32", "*bf16", "*bf16"]  # scales, escapes and raw rows
 rows = ["*i16", *apart, "*i32", "*bf16", *["i32"] * 5, "fp32"]
 compiled(_decode_rows, rows, FACTOR=0, IDS=0, TILE_HALVES=64, ROWS=16, HALVES=128, SLOTS=64)
 rows = {"WINDOW": 16, "ZERO": 112}
 windows = {"FIRST": 1, "LAST": 239, "RAW_SHARE": 64, "TILE_HALVES": 64}
-compiled(_write_codes, ["*i16", "*i16", "*fp32", "*i32", "i32", "i32"], **rows, **windows, HALVES=512, COLS=2048)
-compiled(_write_escapes, ["*i16", "*fp32", "*i32", "*i32", "*i16", "i32", "i32"], **rows, COLS=1024)
+packed = ["*i16", "*i16", "*fp32", *["*i32"] * 4, "*i16", "*i16", *["i32"] * 5]
+compiled(_pack_rows, packed, **rows, **windows, HALVES=512, COLS=2048)
 for gate in (0, 1):
     shared = {"BIAS": 0, "GATE": gate, "ADD": 1 - gate, "PDL": 1}
     types = ["*bf16", "*i32", *apart, "*bf16", "*fp32", "*bf16", "i32", "i32", "i32", "fp32"]
