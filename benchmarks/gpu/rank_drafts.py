@@ -36,7 +36,7 @@ from emberline.weights.model_config import ModelConfig
 DRAFT_BATCHES = (16, 1, 64)
 N_DRAFTS = 3
 ACCEPTED = 0.65  # share of draft tokens that are accepted, each if those before it are
-REPEATED = (0, 1)  # draft tokens of each row that are the row's own token
+REPEATED = (1, 0)  # draft tokens of each row that are the row's own token
 BYTES_PER_S = 4.26e12  # of an H200, measured
 DRAFT_VOCABULARY = 32_000
 VERIFY_RATIO = 1.15  # asked for: of a verify step over a plain one and the bytes of the further experts
@@ -44,7 +44,8 @@ SPEEDUP = 1.25  # asked for with 16 sequences
 
 
 def head_config(config: ModelConfig, draft_vocabulary: int = DRAFT_VOCABULARY) -> Eagle3Config:
-    """A published head for the model: a layer of its shape, with its latent attention."""
+    """A published head for the model: a layer of its shape, with its latent attention. config: of the whole model; a
+    rank's has its share of the heads."""
     base = Eagle3Config.of(config, min(draft_vocabulary, config.vocab_size))
     latent = config.latent
     dim = base.head_dim if latent is None else latent.nope + latent.rope
@@ -197,7 +198,7 @@ def drafts(case: Case, rank: int, batches: Sequence[int] = DRAFT_BATCHES) -> dic
     model = load_model(generate_checkpoint(case.document, 1), "cuda", shard=case.shard(rank))
     weights = torch.cuda.memory_allocated()
     with torch.device("cuda"):
-        whole = Eagle3Head(head_config(model.config))
+        whole = Eagle3Head(head_config(case.source.config))
     head = GpuDraftHead(whole, model)
     del whole
     free_memory()
@@ -222,8 +223,8 @@ def drafts(case: Case, rank: int, batches: Sequence[int] = DRAFT_BATCHES) -> dic
     steps = DraftSteps(model, kv, head, max(batches) * (1 + N_DRAFTS))
     moe = [block for layer in model.layers if isinstance(block := layer.feed_forward, MoE)]
     found["cells"] = cells = {}
-    for n_repeated in REPEATED:
-        for n_rows in batches:
+    for n_rows in batches:
+        for n_repeated in REPEATED:
             name = f"{n_rows} sequences, {n_repeated} of {N_DRAFTS} drafts repeat"
             cells[name] = measure_cell(steps, moe, n_rows, n_repeated)
             print(json.dumps({name: cells[name]}), flush=True)

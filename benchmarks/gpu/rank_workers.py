@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.engine import PROGRAM, TOKEN_VARIABLE, Reply, Worker, worker
+from benchmarks.gpu.engine import PROGRAM, TOKEN_VARIABLE, Reply, Worker, wait_until_prepared, worker
 from benchmarks.gpu.rank_processes import LAYOUTS, ONE_GPU, TEMPERATURES, TINY, TINY_TOLERANCE
 from benchmarks.reply_comparison import TOP, RepliesDiffer, compare
 from emberline.engine.tiers.opening import KEY_VARIABLE
@@ -49,7 +49,10 @@ def drafting(work: Path, layout: str) -> dict[str, Any]:
     made: dict[str, list[list[int]]] = {}
     found: dict[str, Any] = {}
     for name, flags in (("one", ("--speculation", "off")), (layout, ("--speculation", "suffix", *LAYOUTS[layout]))):
-        with worker(model, work / f"drafting-{name}.log", *COMMON, "--deterministic", *flags, env=ONE_GPU) as engine:
+        log = work / f"drafting-{name}.log"
+        with worker(model, log, *COMMON, "--deterministic", *flags, env=ONE_GPU) as engine:
+            if "cuda" in COMMON and flags[-1] != "off":
+                wait_until_prepared(engine, log)  # drafts are left out before
             began_s = time.perf_counter()
             replies = [reply for each in _repetitive() for reply in _run(engine, [each])]  # few rows: drafts pay
             found[f"{name}_s"] = time.perf_counter() - began_s

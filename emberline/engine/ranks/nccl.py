@@ -49,16 +49,19 @@ class NcclCollectives:
             self.all_reduce(torch.zeros(1, device=device))
 
     def all_reduce(self, x: Tensor) -> None:
-        self._group.allreduce([x]).wait()
+        if not is_compiling():  # ranks need not compile the same steps
+            self._group.allreduce([x]).wait()
 
     def all_gather(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         out = x.new_empty(self.size, *x.shape) if out is None else out
-        self._group._allgather_base(out, x).wait()
+        if not is_compiling():
+            self._group._allgather_base(out, x).wait()
         return out
 
     def exchange(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         out = torch.empty_like(x) if out is None else out
-        self._group.alltoall_base(out, x, [], []).wait()
+        if not is_compiling():
+            self._group.alltoall_base(out, x, [], []).wait()
         return out
 
 
@@ -77,7 +80,7 @@ class NcclStages:
                 self.send(x, rank + 1)
 
     def send(self, x: Tensor, to: int) -> None:
-        if not is_compiling():  # what stages compile need not be the same
+        if not is_compiling():
             self._group.send([x], to, 0).wait()
 
     def recv(self, x: Tensor, source: int) -> None:

@@ -102,6 +102,17 @@ for kernel in (_send, _recv):
         compiled(kernel, [item, "*i64", "*i64", "i32"], RANK=1, **sizes)
 print("compiled")
 """
+SHARES = """
+from emberline.kernels.gpu.mla.shares import _merge_shares
+
+rows = next(param for param in _merge_shares.params if param.name == "rows")
+sizes = {"SHARES": 8, "WIDTH": 520, "LSE_STRIDE": 260, "LATENT": 512, "LATENT_PAD": 512, "RANKS": 8}
+if rows.do_not_specialize:
+    compiled(_merge_shares, ["*bf16", "*fp32", "*bf16", "i32"], **sizes)
+else:  # a token and a head
+    compiled(_merge_shares, ["*bf16", "*fp32", "*bf16"], **sizes, rows=1)
+print("compiled")
+"""
 LATENTS = """
 from emberline.kernels.gpu.mla import attention, hopper, projections, splits
 
@@ -175,6 +186,7 @@ print("compiled")
         (COMPILED + DRAFTS, "compiled"),
         (COMPILED + GEMV, "compiled"),
         (COMPILED + STAGES, "compiled"),
+        (COMPILED + SHARES, "compiled"),
         (LATENTS, "not specialized"),
         (HOPPER + COMPILED_BY_GLUON, "compiled"),
         (COMPILED + LOSSLESS, "compiled"),

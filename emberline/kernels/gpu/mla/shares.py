@@ -55,7 +55,7 @@ def gathered_elements(tokens: int, width: int, ranks: int) -> int:
     return rows * width * (1 + ranks)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _merge_shares(parts, lse, out, rows, SHARES: tl.constexpr, WIDTH: tl.constexpr, LSE_STRIDE: tl.constexpr,
                   LATENT: tl.constexpr, LATENT_PAD: tl.constexpr, RANKS: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
