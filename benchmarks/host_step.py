@@ -9,8 +9,9 @@ idle  a grammar compiler that no request uses, drafters that find nothing to dra
 thread   CPU time of the step loop's thread per step
 process  CPU time of the whole process per step: the threads of tiers and grammars as well
 
-Each round runs in a fresh process. A figure is the least of all rounds and chunks of steps, because whatever else the
-machine does only adds to it; ± is how far the second-best round is from it. With `--against DIR`, another checkout is
+Each round runs in a fresh process. A figure is the mean of a chunk of 16 steps, in which every sequence fills a block:
+blocks are hashed, published and saved in it. It is the least of all rounds and chunks, because whatever else the machine
+does only adds to it; ± is how far the second-best round is from it. With `--against DIR`, another checkout is
 measured in turn with this one, by its own copy of this module if it has one. Ratios are this checkout's time over the
 other's: below 1 this checkout is faster.
 """
@@ -31,8 +32,8 @@ from typing import Any
 ROWS = (1, 16, 64, 256)
 SETTINGS = ("off", "idle")
 FIGURES = ("thread_us", "process_us")
-WARM_STEPS, CHUNK_STEPS = 40, 10
 VOCAB, PROMPT, BLOCK = 1 << 20, 32, 16
+WARM_STEPS, CHUNK_STEPS = 40, BLOCK
 Runs = list[dict[str, dict[str, float]]]  # per round: figures by setting and rows
 REPOSITORY = Path(__file__).resolve().parent.parent
 
