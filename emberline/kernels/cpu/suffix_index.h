@@ -106,17 +106,18 @@ void em_suffix_extend(suffix_index *s, const uint32_t *tokens, int64_t n, int32_
     if (breaks) suffix_append(s, SUFFIX_BREAK);
 }
 
-// The latest occurrences of the context's end, of the longer order if there are any.
-static int64_t suffix_find(const suffix_index *s, const uint32_t *context, int64_t n, suffix_occurrence *found) {
+// The latest occurrences of the context's end, of the longer order if there are any. is_end: it ends the index's own text.
+static int64_t suffix_find(const suffix_index *s, const uint32_t *context, int64_t n, int is_end,
+                           suffix_occurrence *found) {
     uint64_t mask = s->size - 1, first = s->n > s->size ? s->n - s->size : 0;
     int64_t count = 0;
     for (int order = 0; order < 2 && !count; order++) {
         int64_t length = suffix_order[order];
         if (n < length) continue;
         uint64_t hash = 0;
-        for (int64_t i = 0; i < length; i++) hash = suffix_hash(hash, context[n - 1 - i]);
-        uint64_t chain = s->latest[order][hash & mask];
-        for (int64_t steps = 0; chain && steps < SUFFIX_CANDIDATES; steps++) {
+        for (int64_t i = 0; i < length && !is_end; i++) hash = suffix_hash(hash, context[n - 1 - i]);
+        uint64_t chain = is_end ? s->earlier[order][(s->n - 1) & mask] : s->latest[order][hash & mask];
+        for (int64_t steps = is_end; chain && steps < SUFFIX_CANDIDATES; steps++) {
             uint64_t at = chain - 1;
             if (at < first) break; // overwritten, and so are all before it
             int64_t most = n < SUFFIX_MATCH ? n : SUFFIX_MATCH, match = 0;
@@ -162,13 +163,13 @@ static int64_t suffix_follow(suffix_occurrence *alive, int64_t count, int64_t mo
     return n;
 }
 
-// Continues the longest match as it went on most often.
+// Continues the longest match as it went on most often. is_end: the context ends the text of the first index.
 static void suffix_propose(const suffix_policy *policy, suffix_index *const index[2], const uint32_t *context,
-                           int64_t n_context, suffix_draft *to) {
+                           int64_t n_context, int is_end, suffix_draft *to) {
     suffix_occurrence found[2 * SUFFIX_CANDIDATES];
     int64_t count = 0, longest = 0, kept = 0;
     for (int i = 0; i < 2; i++)
-        if (index[i]) count += suffix_find(index[i], context, n_context, found + count);
+        if (index[i]) count += suffix_find(index[i], context, n_context, is_end && !i, found + count);
     for (int64_t i = 0; i < count; i++)
         if (found[i].match > longest) longest = found[i].match;
     for (int64_t i = 0; i < count; i++)
@@ -190,7 +191,7 @@ static void suffix_propose(const suffix_policy *policy, suffix_index *const inde
 void em_suffix_propose(const suffix_policy *policy, const suffix_request *requests, int64_t n_requests,
                        const uint32_t *contexts, suffix_draft *to) {
     for (const suffix_request *request = requests; request < requests + n_requests; request++) {
-        suffix_propose(policy, request->index, contexts, request->n_context, to++);
+        suffix_propose(policy, request->index, contexts, request->n_context, 0, to++);
         contexts += request->n_context;
     }
 }
@@ -212,10 +213,15 @@ int64_t em_suffix_step(const suffix_policy *policy, suffix_slot *table, const ro
         if (n_new) suffix_append(own, (uint32_t)last[*slot]);
         own->used = step;
         if (at->index[1]) at->index[1]->used = step;
-        uint32_t context[SUFFIX_MATCH];
+        uint32_t copied[SUFFIX_MATCH];
         int64_t n = own->n < SUFFIX_MATCH ? (int64_t)own->n : SUFFIX_MATCH;
-        for (int64_t i = 0; i < n; i++) context[i] = own->tokens[(own->n - n + i) & (own->size - 1)];
-        suffix_propose(policy, at->index, context, n, to);
+        uint64_t first = (own->n - n) & (own->size - 1);
+        const uint32_t *context = own->tokens + first;
+        if (first + n > own->size) { // around the end of the ring
+            for (int64_t i = 0; i < n; i++) copied[i] = own->tokens[(first + i) & (own->size - 1)];
+            context = copied;
+        }
+        suffix_propose(policy, at->index, context, n, 1, to);
         count += to->n > 0;
     }
     return count;
