@@ -1,7 +1,8 @@
 """The KV cache of one model: all its KV groups, block tables of sequences, and the prefix cache."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Protocol
 
 import numpy as np
@@ -221,12 +222,20 @@ class KVCache:
             return room
         return min(room, *(group.kind.next_passing(held.n_passed) for group, held in zip(self.groups, table.groups)))
 
-    def publish(self, table: BlockTable, keys: Sequence[bytes], n_blocks: int) -> None:
-        """Add the first n_blocks of the table, which are computed and full, to the prefix index."""
-        for group, held in zip(self.groups, table.groups):
-            new = range(max(table.n_published, held.n_passed), n_blocks)
-            self._index(group, keys, held.blocks, new, table.owner)
-        table.n_published = n_blocks
+    def publish(self, parts: Sequence[tuple[BlockTable, Sequence[bytes], int]]) -> None:
+        """Add blocks to the prefix index: of each table, with the keys of its blocks, so many leading ones, which are
+        computed and full."""
+        for g, group in enumerate(self.groups):
+            keys, blocks, owners = list[bytes](), list[int](), list[Owner]()
+            for table, chain, n_blocks in parts:
+                held = table.groups[g]
+                first = max(table.n_published, held.n_passed)
+                keys += chain[first:n_blocks]
+                blocks += held.blocks[first:n_blocks]
+                owners += [table.owner] * (n_blocks - first)
+            self._index(group, keys, blocks, owners)
+        for table, _, n_blocks in parts:
+            table.n_published = n_blocks
 
     def reserve(
         self, keys: Sequence[bytes], n_blocks: int, reserved: Sequence[int], owner: Owner = NO_OWNER
@@ -295,10 +304,11 @@ class KVCache:
     ) -> None:
         """Add the content of reserved blocks, which was received, to the prefix index."""
         group, held = self.groups[group_number], table.groups[group_number]
-        new = self._index(group, keys, held.blocks, indices, table.owner)
+        received = [held.blocks[j] for j in indices]
+        new = self._index(group, [keys[j] for j in indices], received, repeat(table.owner))
         if len(new) == len(indices):
             return
-        for j in set(indices).difference(new):
+        for j in set(indices).difference(indices[place] for place in new):
             known = group.index.block(keys[j])  # computed here meanwhile: keep that one
             group.pool.hold(known)
             group.pool.drop(held.blocks[j], keep=False)
@@ -392,13 +402,13 @@ class KVCache:
                 listener.evicted(group.layout, keys, evicted)
 
     def _index(
-        self, group: _Group, keys: Sequence[bytes], blocks: Sequence[int], indices: Sequence[int], owner: Owner
+        self, group: _Group, keys: Sequence[bytes], blocks: Sequence[int], owners: Iterable[Owner]
     ) -> Sequence[int]:
-        """Index blocks and tell listeners. Returns those whose content was not indexed before."""
-        new = group.index.put(keys, blocks, indices, owner)
+        """Index blocks and tell listeners. Returns the places of those whose content was not indexed before."""
+        new = group.index.put(keys, blocks, owners)
         self.version += bool(new)
         if new and self._listeners:
-            new_keys, new_blocks = [keys[j] for j in new], [blocks[j] for j in new]
+            new_keys, new_blocks = [keys[place] for place in new], [blocks[place] for place in new]
             for listener in self._listeners:
                 listener.stored(group.layout, new_keys, new_blocks)
         return new

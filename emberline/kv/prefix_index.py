@@ -63,18 +63,15 @@ class PrefixIndex:
         found: NDArray[np.bool_] = self._versions[blocks] != _NEVER
         return found
 
-    def put(
-        self, keys: Sequence[bytes], blocks: Sequence[int], indices: Sequence[int], owner: Owner = NO_OWNER
-    ) -> list[int]:
-        """Index blocks[j] under keys[j] for these j. Returns those j whose key was not indexed before."""
-        index, keys_of, owners, added, new = self._blocks, self._keys, self._owners, self._added, []
+    def put(self, keys: Iterable[bytes], blocks: Iterable[int], owners: Iterable[Owner] = repeat(NO_OWNER)) -> list[int]:
+        """Index blocks under keys. Returns the places of those whose key was not indexed before."""
+        index, keys_of, owners_of, added, new = self._blocks, self._keys, self._owners, self._added, []
         self.version = version = self.version + 1
-        for j in indices:
-            key, block = keys[j], blocks[j]
+        for place, (key, block, owner) in enumerate(zip(keys, blocks, owners)):
             assert keys_of[block] is None or keys_of[block] == key, "an indexed block's content does not change"
             if key not in index:
-                index[key], keys_of[block], owners[block], added[block] = block, key, owner, version
-                new.append(j)
+                index[key], keys_of[block], owners_of[block], added[block] = block, key, owner, version
+                new.append(place)
         return new
 
     def belonging(self, root_key: bytes | None, session: bytes = b"") -> list[int]:

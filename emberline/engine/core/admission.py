@@ -5,7 +5,7 @@ from math import inf
 
 import numpy as np
 
-from emberline.engine.core.feature import Brought, Moments
+from emberline.engine.core.feature import Brought, Moments, NewBlocks
 from emberline.engine.core.limits import WorkLimits
 from emberline.engine.core.plan import Admission, StepPlan
 from emberline.engine.core.queues import Queues
@@ -121,14 +121,18 @@ class AdmissionPolicy:
         advances. Returns False if there are none."""
         return any(gives_back(seq) for gives_back in self._moments.gives_back)
 
-    def publish(self, seq: Sequence) -> None:
-        """Add the full blocks of what is done of the sequence to the prefix index."""
-        first, n_blocks = seq.table.n_published, seq.n_done // BLOCK_TOKENS
-        if n_blocks > first:
-            seq.extend_keys(n_blocks)
-            self._cache.publish(seq.table, seq.keys, n_blocks)
+    def publish(self, *seqs: Sequence) -> None:
+        """Add the full blocks of what is done of different sequences to the prefix index."""
+        new = list[NewBlocks]()
+        for seq in seqs:
+            first, end = seq.table.n_published, seq.n_done // BLOCK_TOKENS
+            if end > first:
+                seq.extend_keys(end)
+                new.append((seq, first, end))
+        if new:
+            self._cache.publish([(seq.table, seq.keys, end) for seq, _, end in new])
             for published in self._moments.published:
-                published(seq, first, n_blocks)
+                published(new)
 
     def release(self, seq: Sequence) -> None:
         """Take a running sequence's slot and blocks back; its full blocks stay cached until others need the room."""
@@ -176,7 +180,7 @@ class AdmissionPolicy:
             admitted(seq, n_hit)
         if not all(each.cached for each in brought):
             for published in self._moments.published:
-                published(seq, 0, n_hit)
+                published([(seq, 0, n_hit)])
         if seq.is_parked:
             seq.vacated(n_computed)
             self._cache.release(seq.table)

@@ -21,6 +21,7 @@ from emberline.protocol.events import DraftUsage, FinishReason, PromptLogprobs
 from emberline.protocol.frames import EngineLoad, Vocabulary
 from emberline.protocol.request import EngineRequest
 
+NewBlocks = tuple[Sequence, int, int]  # a sequence; the first of its blocks, and the one after the last
 Draws = list[tuple[Sequence, list[Sampled]]]  # sequences, and the draws of each that count
 
 
@@ -160,8 +161,8 @@ class Feature:
     def computed(self, seq: Sequence, n_tokens: int) -> None:
         """Take note of the tokens that steps have computed of a running sequence that does not sample."""
 
-    def published(self, seq: Sequence, first: int, end: int) -> None:
-        """Take note of blocks first .. end - 1 of a sequence's table, which the prefix index has gained."""
+    def published(self, new: Many[NewBlocks]) -> None:
+        """Take note of blocks of sequences, which the prefix index has gained. The tables still have them."""
 
     def discarded(self, seq: Sequence) -> None:
         """Forget the blocks of a sequence, whose content is invalid."""
@@ -292,7 +293,7 @@ class Moments:
         self.admitted: tuple[Callable[[Sequence, int], None], ...] = found("admitted")
         self.chunk: tuple[Callable[[StepPlan, Sequence, int], int], ...] = found("chunk")
         self.computed: tuple[Callable[[Sequence, int], None], ...] = found("computed")
-        self.published: tuple[Callable[[Sequence, int, int], None], ...] = found("published")
+        self.published: tuple[Callable[[Many[NewBlocks]], None], ...] = found("published")
         self.discarded: tuple[Callable[[Sequence], None], ...] = found("discarded")
         self.leave: tuple[Callable[[Sequence], None], ...] = found("leave")
         self.advance: tuple[Callable[[float, bool], None], ...] = found("advance")

@@ -323,8 +323,7 @@ class Scheduler:
     def catch_up(self) -> None:
         """At the end of a step, while the device computes the next one: what no plan has to wait for. Full blocks of
         replies are published, as far as steps have computed them that were absorbed."""
-        for seq in self._absorbed:
-            self.admission.publish(seq)
+        self.admission.publish(*dict.fromkeys(self._absorbed))
         self._absorbed.clear()
         for catch_up in self._moments.catch_up:
             catch_up()

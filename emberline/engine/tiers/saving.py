@@ -1,7 +1,9 @@
 """Blocks on their way from the device pool to the tiers: saved when they are published, not when they are evicted."""
 
 from collections import OrderedDict
+from collections.abc import Iterable
 
+from emberline.engine.core.feature import NewBlocks
 from emberline.engine.core.sequence import Sequence
 from emberline.kv.cache import KVCache
 from emberline.kv.tiers.group_tiers import GroupTiers
@@ -32,13 +34,15 @@ class BlockSaver:
         self._max_pinned = max(4, cache.n_total // MAX_PINNED_SHARE)
         self._enough = min(MIN_BLOCKS, self._max_pinned // 4)  # blocks, for a save before MAX_STEPS
 
-    def published(self, seq: Sequence, first: int, end: int) -> None:
-        """The blocks first .. end - 1 of the sequence's table are in the prefix index."""
-        for g, (group, held, tag) in enumerate(zip(self._cache.groups, seq.table.groups, self._tags)):
-            for j in range(max(first, held.n_passed), end):
-                key, block = seq.keys[j], held.blocks[j]
-                if group.index.key(block) == key:
-                    self._waiting[g, key] = SavedBlock(g, block, BlockId(key, tag), block_meta(seq, j))
+    def published(self, new: Iterable[NewBlocks]) -> None:
+        """Take note of blocks that the prefix index has gained."""
+        for g, (group, tag) in enumerate(zip(self._cache.groups, self._tags)):
+            for seq, first, end in new:
+                held = seq.table.groups[g]
+                for j in range(max(first, held.n_passed), end):
+                    key, block = seq.keys[j], held.blocks[j]
+                    if group.index.key(block) == key:
+                        self._waiting[g, key] = SavedBlock(g, block, BlockId(key, tag), block_meta(seq, j))
 
     def step_ends(self) -> None:
         """Hand over what waits if it is enough, urgent or has waited long."""

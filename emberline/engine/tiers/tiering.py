@@ -1,13 +1,14 @@
 """KV cache tiers as the scheduler sees them: what is saved, which sequences wait for a fetch, and which may not."""
 
 from collections import deque
+from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
 from itertools import takewhile
 from math import inf
 
-from emberline.engine.core.feature import Brought, Core, Feature
+from emberline.engine.core.feature import Brought, Core, Feature, NewBlocks
 from emberline.engine.core.sequence import Hold, Sequence
 from emberline.engine.tiers.fetching import TierFetches, TierMatch
 from emberline.engine.tiers.saving import BlockSaver
@@ -102,9 +103,9 @@ class Tiering(Feature):
         if n_hit:
             self._port.own.used(seq.keys[:n_hit], seq.table.conversation)
 
-    def published(self, seq: Sequence, first: int, end: int) -> None:
+    def published(self, new: Many[NewBlocks]) -> None:
         """Save new blocks at the end of the step, or before the next plan."""
-        self.saver.published(seq, first, end)
+        self.saver.published(new)
 
     def discarded(self, seq: Sequence) -> None:
         """Remove invalid blocks from the tiers."""
