@@ -9,9 +9,9 @@ idle  a grammar compiler that no request uses, drafters that find nothing to dra
 thread   CPU time of the step loop's thread per step
 process  CPU time of the whole process per step: the threads of tiers and grammars as well
 
-Each round runs in a fresh process. A figure is the mean of a chunk of 16 steps, in which every sequence fills a block:
-blocks are hashed, published and saved in it. It is the least of all rounds and chunks, because whatever else the machine
-does only adds to it; ± is how far the second-best round is from it. With `--against DIR`, another checkout is
+Each round runs in a fresh process. A figure is the mean of 16 steps, in which every sequence fills a block, which is
+hashed, published and saved. It is the least of all rounds and such steps, because whatever else the machine does only
+adds to it; ± is how far the second-best round is from it. With `--against DIR`, another checkout is
 measured in turn with this one, by its own copy of this module if it has one. Ratios are this checkout's time over the
 other's: below 1 this checkout is faster.
 """
@@ -23,8 +23,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -38,24 +37,15 @@ Runs = list[dict[str, dict[str, float]]]  # per round: figures by setting and ro
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 
-@dataclass(slots=True)
-class Draw:
-    """A drawn token, as the scheduler reads it."""
-
-    token_id: int
-    logprob: float | None = None
-    top: Sequence[tuple[int, float]] = ()
-
-
 class NullStep:
     """A step whose result is there at once."""
 
-    def __init__(self, draws: list[Draw]) -> None:
+    def __init__(self, draws: Any) -> None:
         self._draws = draws
 
     def sample(self, masks: Any = None) -> None: ...
 
-    def result(self) -> list[Draw]:
+    def result(self) -> Any:
         return self._draws
 
     def drafts(self) -> list[bytes]:
@@ -63,15 +53,15 @@ class NullStep:
 
 
 class NullRunner:
-    """Draws the tokens of `unused`."""
+    """Draws the tokens of `unused`, as the GPU runner does where nobody wants probabilities."""
 
-    def __init__(self, unused: Iterator[int]) -> None:
-        self._unused = unused
+    def __init__(self, unused: Iterator[int], draws: Callable[[list[int]], Any]) -> None:
+        self._unused, self._draws = unused, draws
 
     def launch(self, plan: Any) -> NullStep:
         assert not plan.n_drafts, "there is nothing to draft from"
         n_draws = len(plan.columns) + sum(row.samples for row in plan.others)
-        return NullStep([Draw(next(self._unused)) for _ in range(n_draws)])
+        return NullStep(self._draws(list(islice(self._unused, n_draws))))
 
 
 class NullCopies:
@@ -89,6 +79,7 @@ class NullCopies:
 def open_loop(n_rows: int, n_steps: int, setting: str) -> Any:
     """A step loop with `n_rows` sequences that decode for at least `n_steps` steps."""
     from emberline.engine.core.limits import Limits
+    from emberline.engine.core.plan import Draws
     from emberline.engine.core.scheduler import Scheduler
     from emberline.engine.core.step_loop import StepLoop
     from emberline.engine.grammar.compiler import MatcherCompiler
@@ -121,7 +112,7 @@ def open_loop(n_rows: int, n_steps: int, setting: str) -> Any:
             tiers=tiers,
         )
     unused = iter(range(1, VOCAB))
-    loop = StepLoop(scheduler, NullRunner(unused), steps_in_flight=2)
+    loop = StepLoop(scheduler, NullRunner(unused, Draws), steps_in_flight=2)
     sampling = SamplingParams(max_tokens=n_steps + WARM_STEPS + BLOCK, temperature=0.0, ignore_eos=True)
     for number in range(n_rows):
         prompt = pack(islice(unused, PROMPT))

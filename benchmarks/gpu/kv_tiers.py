@@ -294,7 +294,7 @@ def from_disk(args: argparse.Namespace) -> dict[str, Any]:
         began_s, unsaved = time.perf_counter(), 0
         for at in range(0, n_blocks, 16):
             part = range(at, min(at + 16, n_blocks))
-            blocks = [SavedBlock(0, n + 1, ids[n], BlockMeta(b"o" * 16, position=n)) for n in part]
+            blocks = [SavedBlock(0, n + 1, ids[n].key, BlockMeta(b"o" * 16, position=n)) for n in part]
             manager.execute([Save(at, blocks)])
             unsaved += len(blocks)
             while manager.max_saving - unsaved * GROUP.block_bytes < (64 << 20):
@@ -314,7 +314,10 @@ def from_disk(args: argparse.Namespace) -> dict[str, Any]:
             began_s, n_done, missing = time.perf_counter(), 0, 0
             manager.fetch(
                 number,
-                [WantedBlock((0, n), n + 1, ids[n], BlockMeta(b"o" * 16, position=n), "disk") for n in range(n_blocks)],
+                [
+                    WantedBlock((0, n), n + 1, ids[n].key, BlockMeta(b"o" * 16, position=n), "disk")
+                    for n in range(n_blocks)
+                ],
             )
             while n_done < n_blocks and time.perf_counter() - began_s < LIMIT_S:
                 for each in manager.reports():

@@ -324,6 +324,11 @@ class KVCache:
         """Add a reference to a block that some table holds."""
         self.groups[group_number].pool.hold(block)
 
+    def pin_all(self, group_number: int, blocks: Sequence[int]) -> None:
+        """Add a reference to each of many different blocks."""
+        if blocks:
+            self.groups[group_number].pool.hold_all(_many(blocks))
+
     def unpin(self, group_number: int, block: int) -> None:
         group = self.groups[group_number]
         group.pool.drop(block, keep=group.index.key(block) is not None)

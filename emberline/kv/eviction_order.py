@@ -54,7 +54,7 @@ class EvictionOrder:
         self._next, self._prev = _links(n_blocks, sparse), _links(n_blocks, sparse)  # then the heads of runs
         self._runs: dict[int, EvictionRun] = {}  # by head
         self._free_heads: list[int] = []
-        self._queues: dict[Kind, OrderedDict[int, EvictionRun]] = {kind: OrderedDict() for kind in Kind}
+        self._queues: list[OrderedDict[int, EvictionRun]] = [OrderedDict() for _ in Kind]
         self._hinted: dict[float, OrderedDict[int, EvictionRun]] = {}  # by how long they should stay
         self._expired: dict[float, OrderedDict[int, EvictionRun]] = {}  # the hinted that stayed so long, oldest first
         self.charged: dict[bytes, int] = {}  # blocks that hints keep, by owner; read-only for others

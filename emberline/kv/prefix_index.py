@@ -63,7 +63,9 @@ class PrefixIndex:
         found: NDArray[np.bool_] = self._versions[blocks] != _NEVER
         return found
 
-    def put(self, keys: Iterable[bytes], blocks: Iterable[int], owners: Iterable[Owner] = repeat(NO_OWNER)) -> list[int]:
+    def put(
+        self, keys: Iterable[bytes], blocks: Iterable[int], owners: Iterable[Owner] = repeat(NO_OWNER)
+    ) -> list[int]:
         """Index blocks under keys. Returns the places of those whose key was not indexed before."""
         index, keys_of, owners_of, added, new = self._blocks, self._keys, self._owners, self._added, []
         self.version = version = self.version + 1

@@ -175,12 +175,7 @@ class Ranks(Worker):
 
     def save(self, numbers: list[int]) -> None:
         metas = [BlockMeta(OWNER, SESSION, n, block_id(n - 1).key if n else OWNER) for n in numbers]
-        tags = [layout_tag(group) for group in HALVES[0]]
-        blocks = [
-            SavedBlock(group, n, BlockId(block_id(n).key, tag), meta)
-            for n, meta in zip(numbers, metas)
-            for group, tag in enumerate(tags)
-        ]
+        blocks = [SavedBlock(g, n, block_id(n).key, meta) for n, meta in zip(numbers, metas) for g in (0, 1)]
         self.tiers.save(1, blocks)
 
     def stored(self, n: int) -> list[bytes | None]:
@@ -215,7 +210,7 @@ def test_an_export_of_several_ranks_is_of_whole_blocks(tmp_path: Path) -> None:
     assert others.run(CacheCommand(1, "import", SALT, path=str(again))).blocks == {"imported": 8}
     assert others.stored(2) == [whole_block(0, 2), whole_block(1, 2)]
     # where the block's other part is:
-    assert others.tiers.own.find(layout_tag(ELSEWHERE), [block_id(2).key]) == ["host"]
+    assert others.tiers.own.find(1, [block_id(2).key]) == ["host"]
     for tier in ranks.managers[1].all_tiers:
         tier.remove([BlockId(block_id(2).key, layout_tag(HALVES[1][0]))])
     (tmp_path / "export").unlink()

@@ -43,7 +43,7 @@ def fill(cache, ids, chunk=16, owner=NO_OWNER):
     for start in range(16 * hit.n_blocks, len(ids), chunk):
         end = min(start + chunk, len(ids))
         assert cache.grow(table, start, end) is not None
-        cache.publish(table, keys, end // 16)
+        cache.publish([(table, keys, end // 16)])
     return table
 
 

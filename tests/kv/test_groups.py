@@ -65,7 +65,7 @@ def test_the_first_visible_block_holds_the_first_token_that_is_seen(kind, positi
 def test_the_longest_usable_prefix_is_found_and_its_visible_blocks_are_indexed(kind, present, limit):
     index, known = PrefixIndex(32), LeadingBlocks()
     for n in present:
-        index.put(KEYS, range(1, 21), range(n, n + 1))
+        index.put([KEYS[n]], [n + 1])
     longest = max(usable(kind, present, limit))
     assert kind.longest(present.__contains__, limit) == longest
     assert kind.n_usable(index, KEYS, limit, known) == longest

@@ -21,7 +21,6 @@ from emberline.kv.tiers import fetch_policy
 from emberline.kv.tiers.fetch_policy import ComputeQueue, TierRun
 from emberline.kv.tiers.group_tiers import GroupTiers
 from emberline.kv.tiers.messages import BlocksFetched, Item, WantedBlock
-from emberline.kv.tiers.tier import BlockId, layout_tag
 from emberline.protocol.block_hash import BLOCK_TOKENS
 
 ORDERED_BLOCKS = 64  # of one group are fetched before those of the next group
@@ -81,7 +80,6 @@ class TierFetches:
         self._port = port
         self._budget = budget
         layouts = [group.layout for group in cache.groups]
-        self._tags = [layout_tag(layout) for layout in layouts]
         self._sizes = [layout.block_bytes for layout in layouts]
         self._counted_group = layouts.index(counted_group(layouts))
         self._by_number: dict[int, RunningFetch] = {}
@@ -117,14 +115,11 @@ class TierFetches:
         unreserved = (fetch for fetch in self._by_number.values() if fetch.n_reserved < fetch.n_useful)
         return any(fetch.seq.keys[fetch.n_reserved] == key for fetch in unreserved)
 
-    def ids(self, seq: Sequence, first: int) -> list[BlockId]:
-        return [BlockId(key, tag) for tag in self._tags for key in seq.keys[first : seq.max_cached]]
-
     # --- what there is ----------------------------------------------------------------------------------------------
 
     def match(self, seq: Sequence, n_hit: int) -> TierMatch:
         """Return what is to be looked up, with n_hit blocks in the device pool."""
-        return TierMatch(n_hit, seq.max_cached, [{} for _ in self._tags])
+        return TierMatch(n_hit, seq.max_cached, [{} for _ in self._sizes])
 
     def look_up(self, seq: Sequence, match: TierMatch) -> None:
         """Find out more of the longest prefix that need not be computed, given the tiers."""
@@ -149,7 +144,7 @@ class TierFetches:
         """Look up blocks of a group that keeps all of them."""
         known = self._cache.groups[g].index.find(keys)
         lacking = [n for n, block in enumerate(known) if block is None]
-        found = self._port.own.find(self._tags[g], keys if len(lacking) == len(keys) else [keys[n] for n in lacking])
+        found = self._port.own.find(g, keys if len(lacking) == len(keys) else [keys[n] for n in lacking])
         if None in found:
             end = found.index(None)
             match.n_blocks = first + lacking[end]
@@ -163,7 +158,7 @@ class TierFetches:
         def has(g: int, j: int) -> bool:
             if keys[j] in groups[g].index or j in where[g]:
                 return True
-            (tier,) = self._port.own.find(self._tags[g], keys[j : j + 1])
+            (tier,) = self._port.own.find(g, keys[j : j + 1])
             if tier is not None:
                 where[g][j] = tier
             return tier is not None
@@ -226,7 +221,7 @@ class TierFetches:
             limit_s=chosen.limit_s,
             n_promised=n_blocks,
             n_useful=n_blocks,
-            missing=[{} for _ in self._tags],
+            missing=[{} for _ in self._sizes],
         )
         if not self._reserve(fetch, reserved):
             return False
@@ -267,7 +262,7 @@ class TierFetches:
         keys = fetch.seq.keys
         tiers = list(map(fetch.match.where[g].get, blocks))
         if None in tiers:  # the device pool has evicted it since it was looked up
-            tiers = self._port.own.find(self._tags[g], [keys[j] for j in blocks])
+            tiers = self._port.own.find(g, [keys[j] for j in blocks])
             for j in [j for j, tier in zip(blocks, tiers) if tier is None]:
                 self._shorten(fetch, j)
                 del blocks[j]
@@ -286,11 +281,10 @@ class TierFetches:
         self, fetch: RunningFetch, lacking: list[dict[int, int]], tiers: list[dict[int, str]]
     ) -> Iterator[WantedBlock]:
         """Yield blocks in the order of the chain, as far as a tier's reads of many blocks of one group allow."""
-        seq, tags = fetch.seq, self._tags
+        seq = fetch.seq
         order = sorted((j // ORDERED_BLOCKS, g, j) for g, blocks in enumerate(lacking) for j in blocks)
         for _, g, j in order:
-            block_id = BlockId(seq.keys[j], tags[g])
-            yield WantedBlock((g, j), lacking[g][j], block_id, block_meta(seq, j), tiers[g][j])
+            yield WantedBlock((g, j), lacking[g][j], seq.keys[j], block_meta(seq, j), tiers[g][j])
 
     def fetched(self, notice: BlocksFetched) -> Sequence | None:
         """Publish blocks that have arrived. Returns the sequence if nothing of its fetch is missing any more."""

@@ -1,14 +1,14 @@
 """Blocks on their way from the device pool to the tiers: saved when they are published, not when they are evicted."""
 
-from collections import OrderedDict
 from collections.abc import Iterable
+from itertools import islice
 
 from emberline.engine.core.feature import NewBlocks
 from emberline.engine.core.sequence import Sequence
 from emberline.kv.cache import KVCache
 from emberline.kv.tiers.group_tiers import GroupTiers
 from emberline.kv.tiers.messages import SavedBlock
-from emberline.kv.tiers.tier import BlockId, BlockMeta, layout_tag
+from emberline.kv.tiers.tier import BlockMeta
 
 PART_BYTES = 128 << 20  # that are handed over together, and released together when they are copied
 MAX_PINNED_SHARE = 8  # at most one in so many blocks of the device pool is referenced because it is being saved
@@ -24,8 +24,7 @@ class BlockSaver:
         self._cache = cache
         self._port = port
         self._sizes = [group.layout.block_bytes for group in cache.groups]
-        self._tags = [layout_tag(group.layout) for group in cache.groups]
-        self._waiting: OrderedDict[tuple[int, bytes], SavedBlock] = OrderedDict()  # by group and content key
+        self._waiting: dict[tuple[int, bytes], SavedBlock] = {}  # by group and content key
         self._n_steps = 0  # that the oldest waiting block has waited
         self.urgent = False  # blocks wait that no running sequence references: the next plan may evict them
         self._saves: dict[int, list[SavedBlock]] = {}  # by number: what is being copied
@@ -36,13 +35,15 @@ class BlockSaver:
 
     def published(self, new: Iterable[NewBlocks]) -> None:
         """Take note of blocks that the prefix index has gained."""
-        for g, (group, tag) in enumerate(zip(self._cache.groups, self._tags)):
+        waiting = self._waiting
+        for g, group in enumerate(self._cache.groups):
+            indexed = group.index.key
             for seq, first, end in new:
-                held = seq.table.groups[g]
+                held, keys = seq.table.groups[g], seq.keys
                 for j in range(max(first, held.n_passed), end):
-                    key, block = seq.keys[j], held.blocks[j]
-                    if group.index.key(block) == key:
-                        self._waiting[g, key] = SavedBlock(g, block, BlockId(key, tag), block_meta(seq, j))
+                    key, block = keys[j], held.blocks[j]
+                    if indexed(block) == key:
+                        waiting[g, key] = SavedBlock(g, block, key, block_meta(seq, j))
 
     def step_ends(self) -> None:
         """Hand over what waits if it is enough, urgent or has waited long."""
@@ -53,41 +54,56 @@ class BlockSaver:
     def dispatch(self) -> None:
         """Hand over as many blocks as may be read at once, in parts. What is left stays urgent if it was."""
         self._n_steps = 0
-        part, n_bytes, waiting, groups = list[SavedBlock](), 0, self._waiting, self._cache.groups
-        while waiting and self._pinned_bytes < self._port.own.max_saving and self._n_pinned < self._max_pinned:
-            _, saved = waiting.popitem(last=False)
-            if groups[saved.group].index.key(saved.block) != saved.id.key:
+        waiting, sizes, indexed = self._waiting, self._sizes, [group.index.key for group in self._cache.groups]
+        left, left_bytes = self._max_pinned - self._n_pinned, self._port.own.max_saving - self._pinned_bytes
+        parts, n_bytes, n_taken = [list[SavedBlock]()], 0, 0
+        for saved in waiting.values():
+            if left <= 0 or left_bytes <= 0:
+                break
+            n_taken += 1
+            group, block, key, _ = saved
+            if indexed[group](block) != key:
                 continue  # evicted meanwhile
-            size = self._sizes[saved.group]
-            if n_bytes + size > PART_BYTES and part:
-                self._save(part)
-                part, n_bytes = [], 0
-            self._cache.pin(saved.group, saved.block)
-            self._n_pinned += 1
-            self._pinned_bytes += size
+            size = sizes[group]
+            if n_bytes + size > PART_BYTES and n_bytes:
+                parts.append([])
+                n_bytes = 0
             n_bytes += size
-            part.append(saved)
-        if part:
+            left, left_bytes = left - 1, left_bytes - size
+            parts[-1].append(saved)
+        if n_taken == len(waiting):
+            waiting.clear()
+        else:
+            for place in list(islice(waiting, n_taken)):
+                del waiting[place]
+        for part in parts if parts[0] else ():
             self._save(part)
         self.urgent = self.urgent and bool(waiting)
 
     def _save(self, part: list[SavedBlock]) -> None:
         self._n_saves += 1
         self._saves[self._n_saves] = part
+        for g, blocks in self._by_group(part):
+            self._cache.pin_all(g, blocks)
+            self._pinned_bytes += self._sizes[g] * len(blocks)
+        self._n_pinned += len(part)
         self._port.save(self._n_saves, part)
+
+    def _by_group(self, part: list[SavedBlock]) -> list[tuple[int, list[int]]]:
+        """Blocks of a save, by KV group."""
+        return [(g, [saved.block for saved in part if saved.group == g]) for g in range(len(self._sizes))]
 
     def saved(self, number: int) -> None:
         """Give up the references to the blocks of a save, which are copied."""
-        blocks = self._saves.pop(number)
-        for g, size in enumerate(self._sizes):
-            mine = [saved.block for saved in blocks if saved.group == g]
-            self._cache.unpin_all(g, mine)
-            self._pinned_bytes -= size * len(mine)
-        self._n_pinned -= len(blocks)
+        part = self._saves.pop(number)
+        for g, blocks in self._by_group(part):
+            self._cache.unpin_all(g, blocks)
+            self._pinned_bytes -= self._sizes[g] * len(blocks)
+        self._n_pinned -= len(part)
 
 
 def block_meta(seq: Sequence, j: int) -> BlockMeta:
     """Return the metadata of block j of a sequence, for tiers."""
     owner, session = seq.table.owner
     parent = seq.keys[j - 1] if j else owner
-    return BlockMeta(owner, session, position=j, parent=parent, conversation=seq.table.conversation)
+    return BlockMeta(owner, session, j, parent, 0, 0.0, 0.0, 0.0, seq.table.conversation)  # keywords take longer

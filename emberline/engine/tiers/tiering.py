@@ -180,7 +180,7 @@ class Tiering(Feature):
         if self._port.own.remote and not state.answered and seq.max_cached - n_hit >= MIN_LOOK_UP_BLOCKS:
             if state.asked_s == inf:
                 state.asked_s = now_s
-                self._port.own.look_up(seq.number, self.fetches.ids(seq, n_hit))
+                self._port.own.look_up(seq.number, seq.keys[n_hit : seq.max_cached])
             if now_s < state.asked_s + LOOK_UP_S:
                 return Verdict.WAIT
         match = state.match

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from operator import attrgetter
 
 import msgspec
 import numpy as np
@@ -61,9 +62,8 @@ class SlotClass:
 
     def add(self, slots: Sequence[Slot]) -> None:
         """To the order: in that of their chain, by what they belong to."""
-        for (shared, _), run in groupby(slots, key=lambda slot: (slot.shared, id(slot.conversation))):
-            members = list(run)
-            numbers, conversation = [slot.number for slot in members], members[0].conversation
+        for (shared, conversation), run in groupby(slots, key=attrgetter("shared", "conversation")):
+            numbers = [slot.number for slot in run]
             if shared:
                 self.order.add_shared(numbers)
             elif conversation is None:

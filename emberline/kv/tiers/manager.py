@@ -18,7 +18,7 @@ from functools import partial
 from itertools import groupby, islice, repeat
 from math import inf
 from queue import SimpleQueue
-from typing import TypeVar, cast
+from typing import cast
 
 from emberline.kv.groups import counted_group
 from emberline.kv.kv_events import TierChanges
@@ -45,7 +45,7 @@ from emberline.kv.tiers.orders import (
 )
 from emberline.kv.tiers.orders import Fetch as FetchOrder
 from emberline.kv.tiers.rates import ReadRate
-from emberline.kv.tiers.tier import BlockId, Retained, Tier, layout_tag
+from emberline.kv.tiers.tier import BlockId, BlockMeta, Retained, Tier, layout_tag
 from emberline.kv.tiers.tier_worker import TierWorker
 from emberline.protocol.block_hash import KVGroup
 from emberline.protocol.frames import TierStats
@@ -58,7 +58,6 @@ STATS_S = 1.0  # age at which statistics are made anew
 FLUSH_S = 10.0  # for blocks on their way to be written when the engine ends
 
 _log = logging.getLogger(__name__)
-Block = TypeVar("Block", SavedBlock, WantedBlock)
 
 
 @dataclass(slots=True, eq=False)
@@ -96,7 +95,7 @@ class TierManager:
         self.queue: NoticeQueue[TierReport] = NoticeQueue()
         told = layout_tag(counted_group(layouts))
         # A stage has no bytes of a drafter that another stage has. It takes such blocks to be where its others are.
-        self._stands_for = {tag: told for tag, size in zip(self._tags, self.sizes) if not size}
+        self._asked_tags = [tag if size else told for tag, size in zip(self._tags, self.sizes)]
         self.changes: list[TierChanges] = []
         for tier in self._all:
             tier.changes = TierChanges(tier.name, told, tier.held, self._tier_changed)
@@ -158,7 +157,7 @@ class TierManager:
         that was evicted since the last call."""
         if self._host.keeps:
             blocks = [block for block in blocks if self.sizes[block.group]]
-            ids, promised = [block.id for block in blocks], Counter[int]()
+            ids, promised = self._ids(blocks), Counter[int]()
 
             def lacking() -> Counter[int]:
                 held = self._host.holds(ids)
@@ -200,12 +199,13 @@ class TierManager:
             with contextlib.suppress(Exception):
                 call(tier, ids)
 
-    def find(self, tag: bytes, keys: Sequence[bytes]) -> list[str | None]:
-        """Return the name of the fastest tier that holds each block, of one layout."""
+    def find(self, group: int, keys: Sequence[bytes]) -> list[str | None]:
+        """Return the name of the fastest tier that holds each block of a KV group."""
         if self._host.capacity_bytes < max(self.sizes):  # none could be allocated: nothing passes
             return [None] * len(keys)
-        tag = self._stands_for.get(tag, tag)
-        ids = cast("list[BlockId]", list(zip(keys, repeat(tag))))  # which are equal, and sooner made
+        ids = cast(
+            "list[BlockId]", list(zip(keys, repeat(self._asked_tags[group])))
+        )  # which are equal, and sooner made
         first, *others = self._all
         found = [first.name if held else None for held in first.holds(ids)]
         for tier in others:
@@ -214,8 +214,9 @@ class TierManager:
             found = [tier.name if held and known is None else known for known, held in zip(found, tier.holds(ids))]
         return found
 
-    def look_up(self, number: int, ids: Sequence[BlockId]) -> None:
-        """Ask remote tiers what they hold, for `find`. Answered by `LookedUp`."""
+    def look_up(self, number: int, keys: Sequence[bytes]) -> None:
+        """Ask remote tiers which blocks they hold, of all layouts, for `find`. Answered by `LookedUp`."""
+        ids = [BlockId(key, tag) for tag in self._tags for key in keys]
         workers = [worker for worker in self._workers.values() if worker.tier.remote]
         left = [len(workers)]
 
@@ -244,7 +245,7 @@ class TierManager:
                 _log.exception("a fetch could not be begun")  # it will miss its deadline
 
     def _divide(self, fetch: Fetch, blocks: Iterable[WantedBlock]) -> None:
-        wanted = list(map(self._own, blocks))
+        wanted = list(blocks)
         if empty := [block.item for block in wanted if not self.sizes[block.group]]:
             self.queue.put(BlocksFetched(fetch.number, empty))
             wanted = [block for block in wanted if self.sizes[block.group]]
@@ -256,7 +257,7 @@ class TierManager:
                     self._load_held(fetch, batch)
                 else:
                     self._workers[tier].read(
-                        [block.id for block in batch], self._size(batch), _Cancelled(fetch), self._read(fetch, batch)
+                        self._ids(batch), self._size(batch), _Cancelled(fetch), self._read(fetch, batch)
                     )
 
     def cancel(self, number: int) -> Sequence[Item]:
@@ -398,7 +399,7 @@ class TierManager:
 
     def _load_held(self, fetch: Fetch, batch: list[WantedBlock]) -> None:
         """Load blocks that the host tier holds."""
-        slots = self._host.find([block.id for block in batch])
+        slots = self._host.find(self._ids(batch))
         found = [(block, slot) for block, slot in zip(batch, slots) if slot is not None]
         if found:
             self._queue_load(fetch, found)
@@ -412,12 +413,12 @@ class TierManager:
         names = [tier.name for tier in self._all]
         tried = names.index(left[0].tier) + 1 if left[0].tier in names else len(names)
         for tier in self._all[tried:]:
-            held = tier.holds([block.id for block in left])
+            held = tier.holds(self._ids(left))
             again = [block._replace(tier=tier.name) for block, has in zip(left, held) if has]
             left = [block for block, has in zip(left, held) if not has]
             if again:
-                ids = [block.id for block in again]
-                self._workers[tier.name].read(ids, self._size(again), _Cancelled(fetch), self._read(fetch, again))
+                read = self._read(fetch, again)
+                self._workers[tier.name].read(self._ids(again), self._size(again), _Cancelled(fetch), read)
         if left:
             self.queue.put(BlocksFetched(fetch.number, (), [block.item for block in left]))
 
@@ -441,7 +442,7 @@ class TierManager:
 
     def _promote(self, blocks: Sequence[WantedBlock], slots: Sequence[Slot]) -> None:
         """Keep blocks that were read from one tier in the faster ones, too."""
-        ids, metas = [block.id for block in blocks], [block.meta for block in blocks]
+        ids, metas = self._ids(blocks), [block.meta for block in blocks]
         self._host.put(ids, slots, metas)
         for name, worker in self._workers.items():
             if name == blocks[0].tier:
@@ -505,12 +506,12 @@ class TierManager:
             do()
 
     def _save(self, order: Save) -> None:
-        copied: list[tuple[SavedBlock, Slot]] = []
+        copied: list[tuple[BlockId, Slot, BlockMeta]] = []
         try:
             for tier in self._all if order.evicted else ():
                 if isinstance(tier, Retained) and tier.evicted is None:  # this rank does not decide what is evicted
                     tier.evict([BlockId(key, self._tags[g]) for g, key in order.evicted.get(tier.name, ())])
-            copied = self._copy_out([self._own(block) for block in order.blocks if self.sizes[block.group]])
+            copied = self._copy_out(order.blocks)
         except Exception:
             _log.exception("blocks could not be saved")
         for size, n in self._promised.pop(order.number, ()):
@@ -518,37 +519,36 @@ class TierManager:
         self.queue.put(Saved(order.number))
         self._distribute(copied)
 
-    def _own(self, block: Block) -> Block:
-        """Return a block under this rank's layout tag. Orders have that of rank 0."""
-        tag = self._tags[block.group]
-        return block if block.id.tag == tag else block._replace(id=BlockId(block.id.key, tag))
+    def _ids(self, blocks: Iterable[SavedBlock | WantedBlock]) -> list[BlockId]:
+        """Addresses of blocks in the tiers of this rank."""
+        return [BlockId(block.key, self._tags[block.group]) for block in blocks]
 
-    def _copy_out(self, blocks: Sequence[SavedBlock]) -> list[tuple[SavedBlock, Slot]]:
+    def _copy_out(self, blocks: Sequence[SavedBlock]) -> list[tuple[BlockId, Slot, BlockMeta]]:
         """Copy blocks that some tier lacks into slots of host memory."""
-        ids = [block.id for block in blocks]
-        lacked = [not all(held) for held in zip(*(tier.holds(ids) for tier in self._all))]
-        copied: list[tuple[SavedBlock, Slot]] = []
-        for group in {block.group for block in blocks}:
-            wanted = [block for block, lacks in zip(blocks, lacked) if lacks and block.group == group]
+        copied: list[tuple[BlockId, Slot, BlockMeta]] = []
+        for group in {block.group for block in blocks if self.sizes[block.group]}:
+            _, numbers, keys, metas = zip(*[block for block in blocks if block.group == group])
+            ids = list(map(BlockId, keys, repeat(self._tags[group])))
+            held = zip(*(tier.holds(ids) for tier in self._all))
+            wanted = [each for each, has in zip(zip(numbers, ids, metas), held) if not all(has)]
             while wanted and (slots := self._host.take(self.sizes[group], len(wanted), wait_s=0.05)):
                 pairs = list(zip(wanted, slots))
                 del wanted[: len(slots)]
                 try:
-                    self._mover.save([BlockCopy(group, block.block, slot) for block, slot in pairs]).wait()
+                    self._mover.save([BlockCopy(group, number, slot) for (number, _, _), slot in pairs]).wait()
                 except Exception:
                     self._host.drop(slots)
                     _log.exception("blocks could not be copied to host memory")
                     continue
-                copied += pairs
+                copied += [(id_, slot, meta) for (_, id_, meta), slot in pairs]
             self._n_unsaved += len(wanted)  # all slots are in use: lost when the device evicts them
         return copied
 
-    def _distribute(self, copied: list[tuple[SavedBlock, Slot]]) -> None:
+    def _distribute(self, copied: list[tuple[BlockId, Slot, BlockMeta]]) -> None:
         """Hand saved blocks to the tiers; drops the references to the slots."""
         if not copied:
             return
-        blocks, slots = [block for block, _ in copied], [slot for _, slot in copied]
-        ids, metas = [block.id for block in blocks], [block.meta for block in blocks]
+        ids, slots, metas = zip(*copied)
         self._host.put(ids, slots, metas)
         for worker in self._workers.values():
             worker.write(ids, slots, metas)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from emberline.kv.tiers.tier import BlockId, BlockMeta
+from emberline.kv.tiers.tier import BlockMeta
 
 Item = tuple[int, int]  # KV group and index in a sequence's chain
 
@@ -19,7 +19,7 @@ class SavedBlock(NamedTuple):
 
     group: int
     block: int
-    id: BlockId
+    key: bytes  # content key; each rank has a layout tag of its own
     meta: BlockMeta
 
 
@@ -28,7 +28,7 @@ class WantedBlock(NamedTuple):
 
     item: Item
     block: int
-    id: BlockId
+    key: bytes
     meta: BlockMeta
     tier: str
 

@@ -38,9 +38,11 @@ class Counting(Feature):
     def admitted(self, seq, n_hit):
         self.calls["admitted"] += 1
 
-    def published(self, seq, first, end):
-        assert self.first_blocks[seq.id] == first, "blocks are published one after the other"
-        self.first_blocks[seq.id] = end
+    def published(self, new):
+        self.calls["published"] += 1
+        for seq, first, end in new:
+            assert self.first_blocks[seq.id] == first, "blocks are published one after the other"
+            self.first_blocks[seq.id] = end
 
     def leave(self, seq):
         self.calls["leave"] += 1
@@ -102,6 +104,7 @@ def test_moments_come_once_per_step_and_once_per_sequence():
     finish(loop)
     assert {feature.calls[name] for name in PER_SEQUENCE} == {20}
     assert set(feature.first_blocks.values()) == {2}
+    assert feature.calls["published"] == 2, "blocks that become full in one step come together"
 
 
 def test_a_request_that_a_feature_refuses_leaves_nothing():

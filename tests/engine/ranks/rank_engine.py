@@ -228,7 +228,7 @@ class OrderBook:
         assert number not in self.saves
         self.saves[number] = blocks
         for block in blocks:
-            self.contents[block.group, block.id.key] = self._engine.content(block.group, block.block)
+            self.contents[block.group, block.key] = self._engine.content(block.group, block.block)
         self._tiers.save(number, blocks)
 
     def fetch(self, number, blocks):
@@ -272,7 +272,7 @@ class OrderBook:
         blocks = [known.pop(item) for item in items if item in known]
         for block in blocks[: len(notice.fetched)]:
             group = block.item[0]
-            expected = self.contents[group, block.id.key]
+            expected = self.contents[group, block.key]
             assert self._engine.content(group, block.block) == expected, "fetched on every rank, or missing"
 
     @property

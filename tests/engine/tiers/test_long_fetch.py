@@ -44,12 +44,12 @@ class MemoryTier:
         return out
 
     def save(self, number, blocks):
-        self.ids.update(block.id for block in blocks)
+        self.ids.update((block.group, block.key) for block in blocks)
         self.out.append(Saved(number))
 
-    def find(self, tag, keys):
+    def find(self, group, keys):
         self.n_found += len(keys)
-        return ["host" if (key, tag) in self.ids else None for key in keys]
+        return ["host" if (group, key) in self.ids else None for key in keys]
 
     def fetch(self, number, blocks):
         items = [block.item for block in blocks]
@@ -124,7 +124,7 @@ def test_no_step_handles_more_than_its_share_of_a_long_fetch(monkeypatch):
         loop.step(now_s := now_s + STEP_S)
 
     counts = {}
-    counted(monkeypatch, PrefixIndex, "put", counts, lambda result, keys, blocks, indices, owner: len(indices))
+    counted(monkeypatch, PrefixIndex, "put", counts, lambda result, keys, blocks, owners: len(blocks))
     counted(monkeypatch, PrefixIndex, "find", counts, lambda result, keys: len(keys))
     counted(monkeypatch, BlockPool, "hold_all", counts, lambda result, blocks: len(blocks))
     counted(monkeypatch, BlockPool, "drop_all", counts, lambda result, blocks, *rest: len(list(blocks)))

@@ -30,7 +30,7 @@ class ScriptedTier:
     def __init__(self, rng, faults, remote):
         self.rng, self.faults, self.remote = rng, faults, remote
         self.runner = None
-        self.blocks = {}  # content by id
+        self.blocks = {}  # content by group and key
         self.saves, self.fetches, self.writing, self.look_ups = [], {}, {}, []
         self.out = []
         self.n_loaded = 0
@@ -46,11 +46,11 @@ class ScriptedTier:
     def save(self, number, blocks):
         self.saves.append((number, list(blocks)))
 
-    def find(self, tag, keys):
+    def find(self, group, keys):
         lies = self.faults["lie"]
-        return ["host" if (key, tag) in self.blocks or self.rng.random() < lies else None for key in keys]
+        return ["host" if (group, key) in self.blocks or self.rng.random() < lies else None for key in keys]
 
-    def look_up(self, number, ids):
+    def look_up(self, number, keys):
         self.look_ups.append(number)
 
     def fetch(self, number, blocks):
@@ -72,7 +72,7 @@ class ScriptedTier:
         pass
 
     def remove(self, keys):
-        self.blocks = {id: content for id, content in self.blocks.items() if id.key not in keys}
+        self.blocks = {id: content for id, content in self.blocks.items() if id[1] not in keys}
 
     def queues(self):
         queue = TierQueue(1e9, 0, self.rng.choice([0.0, 0.0, 30.0]))
@@ -91,20 +91,24 @@ class ScriptedTier:
             number, batch = self.saves.pop(0)
             for saved in batch:
                 if rng.random() >= self.faults["lose"]:
-                    self.blocks[saved.id] = list(content[saved.group][saved.block])
+                    self.blocks[saved.group, saved.key] = list(content[saved.group][saved.block])
             self.out.append(Saved(number))
         for number in list(self.writing):  # what was begun is written, cancelled or not
             if rng.random() < 0.5:
                 batch = self.writing.pop(number)
                 for wanted in batch:
-                    content[wanted.item[0]][wanted.block][:] = self.blocks[wanted.id]
+                    content[wanted.item[0]][wanted.block][:] = self.blocks[wanted.group, wanted.key]
                 self.n_loaded += len(batch)
                 self.out.append(BlocksFetched(number, [wanted.item for wanted in batch]))
         for number, left in list(self.fetches.items()):
             if left and number not in self.writing and rng.random() < 0.6:
                 n = rng.randrange(1, 5)
                 batch, self.fetches[number] = left[:n], left[n:]
-                known = [wanted for wanted in batch if wanted.id in self.blocks and rng.random() >= self.faults["miss"]]
+                known = [
+                    wanted
+                    for wanted in batch
+                    if (wanted.group, wanted.key) in self.blocks and rng.random() >= self.faults["miss"]
+                ]
                 missing = [wanted.item for wanted in batch if wanted not in known]
                 if missing:
                     self.out.append(BlocksFetched(number, (), missing))

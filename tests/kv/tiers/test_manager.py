@@ -65,7 +65,7 @@ def ids(*numbers):
 
 
 def find(manager, *numbers):
-    return manager.find(layout_tag(GROUP), [key for key, _ in ids(*numbers)])
+    return manager.find(0, [key for key, _ in ids(*numbers)])
 
 
 def wait_for(manager, kind, n=1):
@@ -78,16 +78,15 @@ def wait_for(manager, kind, n=1):
 
 
 def save(manager, *numbers):
-    manager.execute(
-        [Save(1, [SavedBlock(0, n, id, BlockMeta(owner=b"o", position=n)) for n, id in zip(numbers, ids(*numbers))])]
-    )
+    blocks = [SavedBlock(0, n, id.key, BlockMeta(owner=b"o", position=n)) for n, id in zip(numbers, ids(*numbers))]
+    manager.execute([Save(1, blocks)])
     wait_for(manager, Saved)
     assert manager.flush(60)
 
 
 def fetch(manager, tier, blocks):
     """Numbers of contents by the device blocks that they go to."""
-    manager.fetch(1, [WantedBlock((0, j), to, id, BlockMeta(), tier) for j, (to, id) in enumerate(blocks)])
+    manager.fetch(1, [WantedBlock((0, j), to, id.key, BlockMeta(), tier) for j, (to, id) in enumerate(blocks)])
     fetched, missing, until_s = [], [], time.monotonic() + 60
     while len(fetched) + len(missing) < len(blocks):
         assert time.monotonic() < until_s
@@ -136,7 +135,7 @@ def test_blocks_are_saved_although_memory_is_allocated_late():
 
     host = HostTier(4 << 20, [GROUP.block_bytes], allocate=allocate)
     manager = TierManager([GROUP], HostMover(memory), host, [], 1e9)
-    manager.execute([Save(1, [SavedBlock(0, 1, ids(1)[0], BlockMeta(owner=b"o"))])])
+    manager.execute([Save(1, [SavedBlock(0, 1, ids(1)[0].key, BlockMeta(owner=b"o"))])])
     may_allocate.set()
     wait_for(manager, Saved)
     assert manager.flush(60)
@@ -181,7 +180,7 @@ def test_what_the_host_tier_has_lost_comes_from_the_next_tier(tiers):
     host.remove(ids(2, 3))
     disk.remove(ids(3))
     blocks = [(11, ids(1)[0]), (12, ids(2)[0]), (13, ids(3)[0]), (14, ids(4)[0])]
-    manager.fetch(1, [WantedBlock((0, j), to, id, BlockMeta(), "host") for j, (to, id) in enumerate(blocks)])
+    manager.fetch(1, [WantedBlock((0, j), to, id.key, BlockMeta(), "host") for j, (to, id) in enumerate(blocks)])
     came, until_s = {}, time.monotonic() + 60
     while len(came) < 4:
         assert time.monotonic() < until_s
@@ -211,7 +210,7 @@ def test_removed_content_is_gone_everywhere(tiers):
 def test_remote_tiers_are_asked(tiers):
     manager, _ = tiers
     assert manager.remote
-    manager.look_up(5, ids(1, 2))
+    manager.look_up(5, [key for key, _ in ids(1, 2)])
     assert wait_for(manager, LookedUp) == [LookedUp(5)]
     assert manager.all_tiers[2].looked_up == ids(1, 2)
 
@@ -219,7 +218,9 @@ def test_remote_tiers_are_asked(tiers):
 def test_a_cancelled_fetch_writes_nothing_afterwards(tiers):
     manager, memory = tiers
     save(manager, *range(1, 10))
-    manager.fetch(7, [WantedBlock((0, j), 10 + j, id, BlockMeta(), "host") for j, id in enumerate(ids(*range(1, 10)))])
+    manager.fetch(
+        7, [WantedBlock((0, j), 10 + j, id.key, BlockMeta(), "host") for j, id in enumerate(ids(*range(1, 10)))]
+    )
     writing = {10 + j for _, j in manager.cancel(7)}
     now = {block: bytes(memory.block(0, block)) for block in range(10, 19)}
     assert manager.flush(60)
@@ -248,10 +249,10 @@ def test_a_cancelled_fetch_is_over_when_its_blocks_are_not_written_any_more():
     memory = HostMemory([memoryview(bytearray(N_BLOCKS * GROUP.block_bytes))], [GROUP.block_bytes])
     mover = HeldMover(memory)
     manager = TierManager([GROUP], mover, HostTier(4 << 20, [GROUP.block_bytes]), [], 1e9)
-    manager.execute([Save(1, [SavedBlock(0, 1, ids(1)[0], BlockMeta(owner=b"o"))])])
+    manager.execute([Save(1, [SavedBlock(0, 1, ids(1)[0].key, BlockMeta(owner=b"o"))])])
     wait_for(manager, Saved)
     assert manager.flush(60)
-    manager.execute([Fetch(7, [WantedBlock((0, 0), 10, ids(1)[0], BlockMeta(), "host")])])
+    manager.execute([Fetch(7, [WantedBlock((0, 0), 10, ids(1)[0].key, BlockMeta(), "host")])])
     assert mover.began.wait(60)
     manager.execute([CancelFetch(7), CancelFetch(8)])
     assert manager.reports() == [FetchCancelled(8)], "the block of the other one is still written"
@@ -314,7 +315,7 @@ def test_room_for_a_save_that_evicts_blocks_of_its_own():
     manager = TierManager([GROUP], HostMover(memory), host, [], 1e9)
     manager.record_evictions()
     save(manager, 1, 2, 3)
-    made = [SavedBlock(0, n, id, BlockMeta()) for n, id in zip((4, 3), ids(4, 3))]  # 3 is evicted first
+    made = [SavedBlock(0, n, id.key, BlockMeta()) for n, id in zip((4, 3), ids(4, 3))]  # 3 is evicted first
     evicted = manager.make_room(2, made)
     assert evicted == {"host": [(0, ids(3)[0].key), (0, ids(2)[0].key)]}
     manager.execute([Save(2, made)])

@@ -69,7 +69,7 @@ class Group:
             for memory, (group,) in zip(self.memories, SLICES):
                 memory.block(0, n)[:] = part(whole_block(GROUP, n), group, GROUP).tobytes()
         self.n_saves += 1
-        blocks = [SavedBlock(0, n, block_id(n), BlockMeta(owner=b"o", position=n)) for n in numbers]
+        blocks = [SavedBlock(0, n, block_id(n).key, BlockMeta(owner=b"o", position=n)) for n in numbers]
         self.leader.save(self.n_saves, blocks)
         assert self.wait_for(Saved) == [Saved(self.n_saves)]
         self.flush()
@@ -79,7 +79,7 @@ class Group:
 
     def fetch(self, number, *wanted, tier="host"):
         """Contents into blocks from 10 on; which were found, and which not."""
-        blocks = [WantedBlock((0, n), 10 + n, block_id(n), BlockMeta(owner=b"o", position=n), tier) for n in wanted]
+        blocks = [WantedBlock((0, n), 10 + n, block_id(n).key, BlockMeta(owner=b"o", position=n), tier) for n in wanted]
         self.leader.fetch(number, blocks)
         found, missing, until_s = [], [], time.monotonic() + 60
         while len(found) + len(missing) < len(wanted):
@@ -142,8 +142,7 @@ def test_what_is_on_disk_is_found_after_a_restart(group, tmp_path):
     group.close()
     again = Group(tmp_path)
     try:
-        tag = layout_tag(SLICES[0][0])
-        assert again.leader.own.find(tag, [block_id(n).key for n in (1, 2, 3)]) == ["disk", "disk", None]
+        assert again.leader.own.find(0, [block_id(n).key for n in (1, 2, 3)]) == ["disk", "disk", None]
         assert again.fetch(1, 1, 2, tier="disk") == ([1, 2], [])
         assert again.has(12, 2)
     finally:
@@ -156,10 +155,10 @@ def test_a_group_finds_in_the_pool_what_another_has_written(tmp_path):
     try:
         first.save(1, 2, 3)
         assert len(objects) == 3 * len(SLICES), "a slice of each rank"
-        tag, keys = layout_tag(SLICES[0][0]), [block_id(n).key for n in (1, 2, 3, 4)]
-        second.leader.own.look_up(7, [block_id(n) for n in (1, 2, 3, 4)])
+        keys = [block_id(n).key for n in (1, 2, 3, 4)]
+        second.leader.own.look_up(7, keys)
         second.wait_for(LookedUp)
-        assert second.leader.own.find(tag, keys) == ["pool", "pool", "pool", None]
+        assert second.leader.own.find(0, keys) == ["pool", "pool", "pool", None]
         objects.pop(next(name for name in objects if block_id(2).key.hex() + block_id(2, rank=1).tag.hex() in name))
         assert second.fetch(1, 1, 2, 3, tier="pool") == ([1, 3], [2]), "rank 1 has lost its slice of block 2"
         assert second.has(11, 1)
@@ -176,7 +175,7 @@ def test_a_group_finds_in_the_pool_what_another_has_written(tmp_path):
 def test_blocks_of_a_cancelled_fetch_are_named_once_every_rank_has_stopped(group):
     group.save(1)
     group.hears = False
-    group.leader.fetch(5, [WantedBlock((0, 1), 11, block_id(1), BlockMeta(), "host")])
+    group.leader.fetch(5, [WantedBlock((0, 1), 11, block_id(1).key, BlockMeta(), "host")])
     assert group.leader.cancel(5) == ((0, 1),)
     assert not [each for each in group.notices() if isinstance(each, BlocksFetched)], "rank 1 may still write"
     group.follower.execute(group.orders[-2:])  # now it hears of both

@@ -78,7 +78,7 @@ def test_the_step_loop_finds_blocks_of_another_layout() -> None:
     memory = HostMemory([memoryview(bytearray(size))], [size])
     manager = TierManager([GROUP], HostMover(memory), HostTier(1 << 20, [size]), [pool], 1e9)
     pool.look_up(ids_of(GROUP))
-    assert manager.find(layout_tag(GROUP), [*KEYS, b"?" * 16]) == ["pool"] * len(KEYS) + [None]
+    assert manager.find(0, [*KEYS, b"?" * 16]) == ["pool"] * len(KEYS) + [None]
     manager.close()
 
 
