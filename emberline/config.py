@@ -10,7 +10,7 @@ import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import msgspec
 from msgspec import Meta
@@ -22,6 +22,7 @@ from emberline.protocol.price import Price, PriceFields
 FILE_NAME = "emberline.toml"
 MIN_KEY_LEN = 16  # characters of an API key that protects more than loopback
 
+T = TypeVar("T")
 Count = Annotated[int, Meta(ge=0)]
 Share = Annotated[float, Meta(gt=0, le=1)]
 Seconds = Annotated[float, Meta(ge=0, le=86400)]
@@ -445,34 +446,34 @@ def _key_variable(section: str, name: str) -> str:
     return f"EMBERLINE_{section}_{re.sub('[^A-Z0-9]', '_', name.upper())}_KEY"
 
 
-def _endpoints(tables: Any, path: Path, environ: Mapping[str, str]) -> tuple[EndpointConfig, ...]:
+def _tables(name: str, kind: type[T], tables: Any, path: Path) -> list[T]:
+    """The tables of a list of them, such as [[endpoints]]."""
     if not isinstance(tables, list):
-        raise ConfigError(f"endpoints in {path} is a list of tables: write [[endpoints]]", param="endpoints")
-    found: dict[str, EndpointConfig] = {}
+        raise ConfigError(f"{name} in {path} is a list of tables: write [[{name}]]", param=name)
+    found = list[T]()
     for number, table in enumerate(tables, 1):
         try:
-            endpoint = msgspec.convert(table, EndpointConfig)
+            found.append(msgspec.convert(table, kind))
         except ValueError as error:
-            raise ConfigError(f"[[endpoints]] number {number} in {path}: {error}", param="endpoints") from error
+            raise ConfigError(f"[[{name}]] number {number} in {path}: {error}", param=name) from error
+    return found
+
+
+def _endpoints(tables: Any, path: Path, environ: Mapping[str, str]) -> tuple[EndpointConfig, ...]:
+    found: dict[str, EndpointConfig] = {}
+    for endpoint in _tables("endpoints", EndpointConfig, tables, path):
         if endpoint.name in found:
             raise ConfigError(f"two [[endpoints]] in {path} are named {endpoint.name!r}", param="endpoints")
         key = environ.get(endpoint_key_variable(endpoint.name), endpoint.key)
-        endpoint = msgspec.structs.replace(endpoint, key=key)
-        if endpoint.key and not is_header_safe(endpoint.key):
+        if key and not is_header_safe(key):
             raise ConfigError(f"the key of endpoint {endpoint.name} must be printable ASCII without spaces")
-        found[endpoint.name] = endpoint
+        found[endpoint.name] = msgspec.structs.replace(endpoint, key=key)
     return tuple(found.values())
 
 
 def _providers(tables: Any, path: Path, environ: Mapping[str, str]) -> tuple[ProviderConfig, ...]:
-    if not isinstance(tables, list):
-        raise ConfigError(f"providers in {path} is a list of tables: write [[providers]]", param="providers")
     found: dict[str, ProviderConfig] = {}
-    for number, table in enumerate(tables, 1):
-        try:
-            provider = msgspec.convert(table, ProviderConfig)
-        except ValueError as error:
-            raise ConfigError(f"[[providers]] number {number} in {path}: {error}", param="providers") from error
+    for provider in _tables("providers", ProviderConfig, tables, path):
         name = provider.name
         if name in found:
             raise ConfigError(f"two [[providers]] in {path} are named {name!r}", param="providers")
@@ -490,14 +491,8 @@ def _providers(tables: Any, path: Path, environ: Mapping[str, str]) -> tuple[Pro
 
 
 def _gateways(tables: Any, path: Path) -> tuple[GatewayConfig, ...]:
-    if not isinstance(tables, list):
-        raise ConfigError(f"gateways in {path} is a list of tables: write [[gateways]]", param="gateways")
     found: dict[tuple[str, str], GatewayConfig] = {}
-    for number, table in enumerate(tables, 1):
-        try:
-            gateway = msgspec.convert(table, GatewayConfig)
-        except ValueError as error:
-            raise ConfigError(f"[[gateways]] number {number} in {path}: {error}", param="gateways") from error
+    for gateway in _tables("gateways", GatewayConfig, tables, path):
         if (gateway.account, gateway.name) in found:
             raise ConfigError(f"two [[gateways]] in {path} are named {gateway.name!r}", param="gateways")
         found[gateway.account, gateway.name] = gateway
@@ -516,14 +511,11 @@ def _aliases(table: Any, path: Path) -> dict[str, dict[str, int]]:
 
 
 def _prices(tables: Any, path: Path) -> dict[str, Price]:
-    if not isinstance(tables, list):
-        raise ConfigError(f"prices in {path} is a list of tables: write [[prices]]", param="prices")
     found: dict[str, Price] = {}
-    for number, table in enumerate(tables, 1):
+    for number, given in enumerate(_tables("prices", PriceConfig, tables, path), 1):
         try:
-            given = msgspec.convert(table, PriceConfig)
             price = given.price()
-        except (ValueError, BadInput) as error:
+        except BadInput as error:
             raise ConfigError(f"[[prices]] number {number} in {path}: {error}", param="prices") from error
         if given.model.lower() in found:
             raise ConfigError(f"two [[prices]] in {path} are of {given.model!r}", param="prices")

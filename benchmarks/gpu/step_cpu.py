@@ -30,7 +30,7 @@ MODES = ("off", "functions", "lines")  # of the worker, in turn by SIGUSR1
 SECONDS = {"threads": 4.0, "functions": 4.0, "lines": 8.0}
 FUNCTIONS = """
 emberline.engine.worker.socket_server Server.run_once Server._poll Server._route Server._flush
-emberline.engine.worker.socket_server ClientConnection.send
+emberline.engine.worker.client_connection ClientConnection.send
 emberline.protocol.frames encode
 emberline.engine.core.step_loop StepLoop.step StepLoop._launch StepLoop._absorb_oldest StepLoop.load.fget
 emberline.engine.core.step_times StepTimes.launched StepTimes.predicted_s StepTimes.done

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from emberline.engine.worker.socket_server import ServerLimits
+from emberline.engine.worker.client_connection import ServerLimits
 from emberline.kv import kv_events
 from emberline.protocol.block_hash import DIGEST_BYTES
 from emberline.protocol.frames import KVEvents, Step, WatchKV

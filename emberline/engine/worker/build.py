@@ -24,8 +24,6 @@ from emberline.engine.core.plan import Runner
 from emberline.engine.core.prefill_policy import BatchTimeLimit, PrefillPolicy
 from emberline.engine.core.scheduler import Scheduler
 from emberline.engine.core.step_loop import StepLoop
-from emberline.engine.encoders.speech import Transcriber
-from emberline.engine.encoders.speech_loop import SpeechLoop
 from emberline.engine.grammar.allowed_tokens import AllowedTokens
 from emberline.engine.grammar.compiler import MatcherCompiler
 from emberline.engine.grammar.guide_jobs import GuideThreads
@@ -44,6 +42,7 @@ from emberline.engine.tiers.tiering import Tiering
 from emberline.engine.transfer.handover import Handover
 from emberline.engine.worker import cpu_share as cpu_shares
 from emberline.engine.worker import process
+from emberline.engine.worker.encoder_workers import open_encoder, open_speech
 from emberline.engine.worker.socket_server import serve_senders
 from emberline.engine.worker.start_timeline import StartTimeline
 from emberline.kernels.gpu.compile_server import CompileServer, hash_compiler, load_driver, start_server
@@ -68,12 +67,12 @@ from emberline.weights.lossless_files import is_compressed
 from emberline.weights.lossless_folder import verify_folder
 from emberline.weights.model_config import ModelConfig
 from emberline.weights.readahead import ReadAhead, model_files
-from emberline.weights.task_config import TaskConfig, read_json, task_of
+from emberline.weights.task_config import read_json, task_of
 from emberline.weights.vision_config import read_tower_config
-from emberline.weights.whisper_files import CONTEXT_LEN, read_whisper
 
 if TYPE_CHECKING:
     from emberline.engine.encoders.encoder_loop import EncoderLoop
+    from emberline.engine.encoders.speech_loop import SpeechLoop
     from emberline.engine.images.tower_loading import Images
     from emberline.engine.ranks.rank_group import RankGroup
     from emberline.engine.ranks.rank_runner import FollowerLoop
@@ -82,9 +81,6 @@ if TYPE_CHECKING:
 
 CPU_DEFAULTS = {"max_running": 64, "token_budget": 512}
 GPU_DEFAULTS = {"max_running": 256, "token_budget": 8192}
-ENCODER_TOKENS, GPU_ENCODER_TOKENS = 1024, 16_384  # of a step: more makes others wait longer and computes no faster
-ENCODER_RUNNING = 256  # requests
-SPEECH_RUNNING = 4  # requests, which take turns: more would only hold more decoded audio
 
 _log = logging.getLogger(__name__)
 
@@ -159,9 +155,9 @@ def _build(args: argparse.Namespace, timeline: StartTimeline, closing: ExitStack
             "only models that generate text are divided: one rank computes this one", extra={"task": task.task}
         )
     if task.task == "transcribe":
-        return _build_speech(args)
+        return Engine(*open_speech(args))
     if task.task != "generate":
-        return _build_encoder(args, task)
+        return Engine(*open_encoder(args, task))
     return _build_decoder(args, layout, timeline, closing)
 
 
@@ -490,63 +486,6 @@ def _receive_kv(
     if group.pem:
         secure, transfers.tls = server_context(group.pem), client_context(group.pem)
     closing.callback(serve_senders(listener, info, group.token, transfers.accept, tls=secure))
-
-
-def _build_encoder(args: argparse.Namespace, task: TaskConfig) -> Engine:
-    with process.without_collections():
-        from emberline.models.registry import ENCODERS_NEED, load_encoder, require_torch, select_device
-
-        require_torch(ENCODERS_NEED)
-
-        from emberline.engine.encoders.encoder_loop import EncoderLimits, EncoderLoop
-
-    device = select_device(args.device)
-    checkpoint = open_checkpoint(args.model)
-    model = load_encoder(checkpoint, device, args.threads)
-    cpu_shares.set_threads(model.backend, args.threads)
-    config = checkpoint.config
-    limits = EncoderLimits(
-        vocab_size=config.vocab_size,
-        max_len=min(config.context_len, task.max_len or config.context_len),
-        token_budget=args.token_budget or (ENCODER_TOKENS if device == "cpu" else GPU_ENCODER_TOKENS),
-    )
-    cpu_share = cpu_shares.open_share(args.cpu_share, args.threads, cpu_shares.thread_setter(model.backend))
-    loop = EncoderLoop(model, limits, classifies=task.task != "embed", cpu_share=cpu_share)
-    checkpoint.close()
-    info = EngineInfo(
-        model=args.name or args.model.stem,
-        fingerprint=checkpoint.fingerprint,
-        context_len=limits.max_len,
-        vocab_size=config.vocab_size,
-        eos_ids=(),
-        device=device,
-        backend=model.backend,
-        max_running=args.max_running or ENCODER_RUNNING,
-        task=task.task,
-    )
-    facts = {name: getattr(info, name) for name in ("model", "task", "device", "backend", "context_len")}
-    return Engine(loop, info, facts)
-
-
-def _build_speech(args: argparse.Namespace) -> Engine:
-    files = read_whisper(args.model)
-    device = args.device if args.device != "auto" else "cuda" if Path("/dev/nvidiactl").exists() else "cpu"
-    model = Transcriber(args.model, device, args.threads or 0)
-    info = EngineInfo(
-        model=args.name or args.model.stem,
-        fingerprint=files.fingerprint,
-        context_len=CONTEXT_LEN,
-        vocab_size=files.vocab_size,
-        eos_ids=(),
-        device=device,
-        backend="ctranslate2",
-        max_running=args.max_running or SPEECH_RUNNING,
-        task="transcribe",
-    )
-    facts = {name: getattr(info, name) for name in ("model", "task", "device", "backend")}
-    # The model's threads are fixed; the share tells the other workers that they compute.
-    cpu_share = cpu_shares.open_share(args.cpu_share, args.threads, lambda n_threads: None)
-    return Engine(SpeechLoop(model, tuple(model.languages), cpu_share=cpu_share), info, facts)
 
 
 def _expects_cuda(args: argparse.Namespace) -> bool:

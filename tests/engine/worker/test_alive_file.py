@@ -9,7 +9,8 @@ import pytest
 from emberline.engine.addresses import listening
 from emberline.engine.core.step_loop import StepLoop
 from emberline.engine.worker.alive_file import AliveFile, open_alive_file
-from emberline.engine.worker.socket_server import Server, ServerLimits
+from emberline.engine.worker.client_connection import ServerLimits
+from emberline.engine.worker.socket_server import Server
 from emberline.protocol.errors import BadInput
 from emberline.protocol.frames import Drain, EngineInfo, Heartbeat
 from tests.engine.client import Client, wait_until

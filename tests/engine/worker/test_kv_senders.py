@@ -10,7 +10,8 @@ import pytest
 
 from emberline.engine.addresses import listening
 from emberline.engine.ranks import rank_group
-from emberline.engine.worker.socket_server import Server, ServerLimits, serve_senders
+from emberline.engine.worker.client_connection import ServerLimits
+from emberline.engine.worker.socket_server import Server, serve_senders
 from emberline.kv.host_memory import HostMemory
 from emberline.kv.transfer.connection import PeerConnection
 from emberline.kv.transfer.host_transfers import host_transfers

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from emberline.engine.addresses import listening
 from emberline.engine.core.plan import StepPlan
 from emberline.engine.core.step_loop import StepLoop
+from emberline.engine.worker.client_connection import ServerLimits
 from emberline.engine.worker.process import join_token
-from emberline.engine.worker.socket_server import Server, ServerLimits
+from emberline.engine.worker.socket_server import Server
 from emberline.protocol import frames
 from emberline.protocol.errors import BadInput
 from emberline.protocol.frames import (
