@@ -89,6 +89,7 @@ class Rows:
         self.cells[Cell.ADMISSION] = -1
         self.by_slot = list(self.cells)  # for whole rows, which are found sooner in a list
         self.views = [row.data for row in self.cells]  # for single cells, which a view reads in half the time
+        self._known, self._kept = self.views[Cell.N_KNOWN], self.views[Cell.N_KEPT]
         self.n_slots, self.n_groups = n_slots, n_groups
         # Of the step being planned, by rank:
         self.slots, self._slots_at = np.zeros(0, np.intp), 0
@@ -113,9 +114,8 @@ class Rows:
 
     def take_recent(self, slot: int) -> bytearray:
         """Return the tokens (u32 LE) that the sequence of a slot lacks, which it has from now on."""
-        n_known, n_kept = self.views[Cell.N_KNOWN][slot], self.views[Cell.N_KEPT][slot]
-        self.views[Cell.N_KEPT][slot] = n_known
-        first = slot * _RECENT_BYTES
+        n_known, n_kept, first = self._known[slot], self._kept[slot], slot * _RECENT_BYTES
+        self._kept[slot] = n_known
         return self._recent[first : first + 4 * (n_known - n_kept)]
 
     def find(self, slots: Places, unusual: int) -> None:

@@ -100,6 +100,15 @@ static void suffix_append(suffix_index *s, uint32_t token) {
     }
 }
 
+// Fetches the memory that the next token needs, which is not in the cache.
+static void suffix_fetch(const suffix_index *s, uint32_t token) {
+    uint64_t mask = s->size - 1, hash = suffix_hash(0, token);
+    __builtin_prefetch(&s->latest[1][hash & mask], 1);
+    for (int64_t i = 1; i < SUFFIX_LONG; i++) hash = suffix_hash(hash, s->tokens[(s->n - i) & mask]);
+    __builtin_prefetch(&s->latest[0][hash & mask], 1);
+    for (int order = 0; order < 2; order++) __builtin_prefetch(&s->earlier[order][s->n & mask], 1);
+}
+
 // Appends a text, or more of the last one. The caller starts a new index before 2^32 tokens.
 void em_suffix_extend(suffix_index *s, const uint32_t *tokens, int64_t n, int32_t breaks) {
     for (int64_t i = 0; i < n; i++) suffix_append(s, tokens[i]);
@@ -203,6 +212,9 @@ int64_t em_suffix_step(const suffix_policy *policy, suffix_slot *table, const ro
     const int64_t *numbers = row_of(rows, ROW_NUMBER), *known = row_of(rows, ROW_KNOWN), *last = row_of(rows, ROW_LAST);
     int64_t count = 0;
     for (const int64_t *slot = slots; slot < slots + n_slots; slot++, to++) {
+        if (slot + 8 < slots + n_slots) __builtin_prefetch(table[slot[8]].index[0]);
+        if (slot + 4 < slots + n_slots && table[slot[4]].number == numbers[slot[4]])
+            suffix_fetch(table[slot[4]].index[0], (uint32_t)last[slot[4]]);
         suffix_slot *at = table + *slot;
         suffix_index *own = at->index[0];
         int64_t n_new = at->number == numbers[*slot] ? known[*slot] - at->n_skipped - (int64_t)own->n : -1;
