@@ -1,7 +1,7 @@
 """Blocks on their way from the device pool to the tiers: saved when they are published, not when they are evicted."""
 
+from collections import OrderedDict
 from collections.abc import Iterable
-from itertools import islice
 
 from emberline.engine.core.feature import NewBlocks
 from emberline.engine.core.sequence import Sequence
@@ -24,7 +24,7 @@ class BlockSaver:
         self._cache = cache
         self._port = port
         self._sizes = [group.layout.block_bytes for group in cache.groups]
-        self._waiting: dict[tuple[int, bytes], SavedBlock] = {}  # by group and content key
+        self._waiting: OrderedDict[tuple[int, bytes], SavedBlock] = OrderedDict()  # by group and content key
         self._n_steps = 0  # that the oldest waiting block has waited
         self.urgent = False  # blocks wait that no running sequence references: the next plan may evict them
         self._saves: dict[int, list[SavedBlock]] = {}  # by number: what is being copied
@@ -54,29 +54,21 @@ class BlockSaver:
     def dispatch(self) -> None:
         """Hand over as many blocks as may be read at once, in parts. What is left stays urgent if it was."""
         self._n_steps = 0
-        waiting, sizes, indexed = self._waiting, self._sizes, [group.index.key for group in self._cache.groups]
-        left, left_bytes = self._max_pinned - self._n_pinned, self._port.own.max_saving - self._pinned_bytes
-        parts, n_bytes, n_taken = [list[SavedBlock]()], 0, 0
-        for saved in waiting.values():
-            if left <= 0 or left_bytes <= 0:
-                break
-            n_taken += 1
-            group, block, key, _ = saved
-            if indexed[group](block) != key:
+        part, n_bytes, waiting = list[SavedBlock](), 0, self._waiting
+        indexed = [group.index.key for group in self._cache.groups]
+        while waiting and self._pinned_bytes < self._port.own.max_saving and self._n_pinned < self._max_pinned:
+            _, saved = waiting.popitem(last=False)
+            if indexed[saved.group](saved.block) != saved.key:
                 continue  # evicted meanwhile
-            size = sizes[group]
-            if n_bytes + size > PART_BYTES and n_bytes:
-                parts.append([])
-                n_bytes = 0
+            size = self._sizes[saved.group]
+            if n_bytes + size > PART_BYTES and part:
+                self._save(part)
+                part, n_bytes = [], 0
+            self._n_pinned += 1
+            self._pinned_bytes += size
             n_bytes += size
-            left, left_bytes = left - 1, left_bytes - size
-            parts[-1].append(saved)
-        if n_taken == len(waiting):
-            waiting.clear()
-        else:
-            for place in list(islice(waiting, n_taken)):
-                del waiting[place]
-        for part in parts if parts[0] else ():
+            part.append(saved)
+        if part:
             self._save(part)
         self.urgent = self.urgent and bool(waiting)
 
@@ -85,8 +77,6 @@ class BlockSaver:
         self._saves[self._n_saves] = part
         for g, blocks in self._by_group(part):
             self._cache.pin_all(g, blocks)
-            self._pinned_bytes += self._sizes[g] * len(blocks)
-        self._n_pinned += len(part)
         self._port.save(self._n_saves, part)
 
     def _by_group(self, part: list[SavedBlock]) -> list[tuple[int, list[int]]]:
