@@ -316,7 +316,7 @@ class Sequence:
 
 
 def extend_all_keys(seqs: Iterable[tuple[Sequence, int]]) -> None:
-    """Compute the content keys of the first blocks of sequences, so many of each. Most lack one, and get it together."""
+    """Compute content keys of sequences, up to a number of blocks of each. Those that lack one get it together."""
     chains, parents, contents = list[list[bytes]](), list[bytes](), list[bytearray]()
     for seq, n_blocks in seqs:
         keys = seq.keys

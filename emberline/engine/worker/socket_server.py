@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from math import inf
-from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -33,7 +32,6 @@ from emberline.protocol.request import EngineRequest
 
 COMPILE_POLL_S = 0.001  # between looks at a grammar that is being compiled
 MAX_DRAIN_S = 86_400.0
-_token_ids, _finish = attrgetter("token_ids"), attrgetter("finish")
 
 _log = logging.getLogger(__name__)
 
@@ -372,7 +370,7 @@ class Server:
     # --- answers ----------------------------------------------------------------------------------------------------
 
     def _route(self, deltas: list[TokenDelta]) -> None:
-        if len(self._connections) == 1 and not any(map(_finish, deltas)):
+        if len(self._connections) == 1 and not [delta for delta in deltas if delta.finish]:
             (only,) = self._connections
             only.deltas += deltas
             return
@@ -419,7 +417,7 @@ class Server:
             changed = connection.subscribed and load != before
             if not connection.deltas and not changed and load.steps == (before.steps if before is not None else 0):
                 continue  # nothing advances: no heartbeat
-            connection.n_sent += sum(map(len, map(_token_ids, connection.deltas))) >> 2
+            connection.n_sent += len(b"".join([delta.token_ids for delta in connection.deltas])) >> 2
             frame = frames.encode(frames.Step(connection.deltas, load, connection.n_sent))
             connection.deltas, connection.reported_s, connection.reported_load = [], now_s, load
             self._send_or_close(connection, frame)
