@@ -179,7 +179,7 @@ class Feature:
         """Act on waiting sequences, whose prefixes have been looked up."""
 
     def planned(self, plan: StepPlan) -> None:
-        """Complete a plan whose rows are known."""
+        """Complete a plan whose rows are known, unless all of them are columns and no head drafts after them."""
 
     def masks(self, plan: StepPlan) -> Masks | None:
         """After the launch of a plan that is `masked`: say which tokens the feature's sequences may sample."""

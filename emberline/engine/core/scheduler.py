@@ -227,8 +227,9 @@ class Scheduler:
         for before_plan in self._moments.before_plan:
             before_plan()
         plan = self._planner.plan(self.cache.fence.next_step())
-        for planned in self._moments.planned:
-            planned(plan)
+        if plan.others or plan.depth:  # columns are complete
+            for planned in self._moments.planned:
+                planned(plan)
         return plan
 
     def masks(self, plan: StepPlan) -> Masks | None:

@@ -15,7 +15,7 @@ from emberline.protocol.request import SamplingParams
 from emberline.protocol.token_ids import unpack
 from tests.engine.fakes import EOS, FULL, VOCAB, FakeRunner, expected, request
 
-PER_STEP = ("advance", "before_plan", "planned", "catch_up")
+PER_STEP = ("advance", "before_plan", "catch_up")
 PER_SEQUENCE = ("check", "enter", "queued", "admitted", "leave")
 
 
@@ -88,7 +88,7 @@ def test_a_sequence_has_few_fields():
 def test_a_moment_that_no_feature_implements_has_nothing_to_call():
     assert set(map(len, vars(Moments([Feature(), Feature()])).values())) == {0}
     known = vars(Moments([Feature(), Counting()]))
-    assert {name for name, calls in known.items() if calls} == {*PER_STEP, *PER_SEQUENCE, "published"}
+    assert {name for name, calls in known.items() if calls} == {*PER_STEP, *PER_SEQUENCE, "planned", "published"}
 
 
 def test_moments_come_once_per_step_and_once_per_sequence():
@@ -100,6 +100,7 @@ def test_moments_come_once_per_step_and_once_per_sequence():
     for n_steps in range(1, 11):
         loop.step(0.0)
         assert {feature.calls[name] for name in PER_STEP} == {n_steps}
+        assert feature.calls["planned"] == sum(bool(plan.others) for plan in loop.runner.plans) < max(n_steps, 2)
     assert len(loop.runner.plans[-1].rows) == 20
     finish(loop)
     assert {feature.calls[name] for name in PER_SEQUENCE} == {20}

@@ -23,17 +23,18 @@ class PublishChecker(InvariantChecker):
         self.n_published = 0
         publish = self.cache.publish
 
-        def check_and_publish(table, keys, n_blocks):
-            held = tuple(tuple(each.blocks) for each in table.groups)
-            (seq,) = (seq for seq in self.scheduler.snapshot() if seq.state == "running" and seq.blocks == held)
-            assert len(keys) >= n_blocks <= len(seq.ids) // 4 // BLOCK_TOKENS
-            ids = unpack(seq.ids)
-            for g, held in enumerate(table.groups):
-                for j in range(max(table.n_published, held.n_passed), n_blocks):
-                    content = self.runner.blocks[g][held.blocks[j]]
-                    assert [entry and entry[0] for entry in content] == ids[BLOCK_TOKENS * j :][:BLOCK_TOKENS]
-            self.n_published = n_blocks
-            publish(table, keys, n_blocks)
+        def check_and_publish(parts):
+            for table, keys, n_blocks in parts:
+                held = tuple(tuple(each.blocks) for each in table.groups)
+                (seq,) = (seq for seq in self.scheduler.snapshot() if seq.state == "running" and seq.blocks == held)
+                assert len(keys) >= n_blocks <= len(seq.ids) // 4 // BLOCK_TOKENS
+                ids = unpack(seq.ids)
+                for g, held in enumerate(table.groups):
+                    for j in range(max(table.n_published, held.n_passed), n_blocks):
+                        content = self.runner.blocks[g][held.blocks[j]]
+                        assert [entry and entry[0] for entry in content] == ids[BLOCK_TOKENS * j :][:BLOCK_TOKENS]
+                self.n_published = n_blocks
+            publish(parts)
 
         self.cache.publish = check_and_publish
 
