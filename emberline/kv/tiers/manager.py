@@ -68,6 +68,10 @@ class Fetch:
     cancelled: bool = False
     writing: set[Item] = field(default_factory=set)  # device blocks that are written now
 
+    def is_cancelled(self) -> bool:
+        """True if nobody waits for the blocks any more."""
+        return self.cancelled
+
 
 class TierManager:
     """The tiers of one rank: does what it is ordered. `host` is the first tier, or only stages for the others."""
@@ -257,7 +261,7 @@ class TierManager:
                     self._load_held(fetch, batch)
                 else:
                     self._workers[tier].read(
-                        self._ids(batch), self._size(batch), _Cancelled(fetch), self._read(fetch, batch)
+                        self._ids(batch), self._size(batch), fetch.is_cancelled, self._read(fetch, batch)
                     )
 
     def cancel(self, number: int) -> Sequence[Item]:
@@ -418,7 +422,7 @@ class TierManager:
             left = [block for block, has in zip(left, held) if not has]
             if again:
                 read = self._read(fetch, again)
-                self._workers[tier.name].read(self._ids(again), self._size(again), _Cancelled(fetch), read)
+                self._workers[tier.name].read(self._ids(again), self._size(again), fetch.is_cancelled, read)
         if left:
             self.queue.put(BlocksFetched(fetch.number, (), [block.item for block in left]))
 
@@ -553,13 +557,3 @@ class TierManager:
         for worker in self._workers.values():
             worker.write(ids, slots, metas)
         self._host.drop(slots)
-
-
-class _Cancelled:
-    """A function that tells whether a fetch is cancelled."""
-
-    def __init__(self, fetch: Fetch) -> None:
-        self._fetch = fetch
-
-    def __call__(self) -> bool:
-        return self._fetch.cancelled
