@@ -23,6 +23,7 @@ from emberline.kernels.gpu.formats.dense import DenseMatrix
 from emberline.kernels.gpu.formats.matrix_format import Fusion
 from emberline.kernels.gpu.launch import cdiv, compiling_only, next_power_of_two
 from emberline.kernels.gpu.lossless import DecodingTile, LosslessMatrix, decode_rows
+from emberline.kernels.gpu.lossless_few import MAX_FEW, lossless_few_gemm
 from emberline.kernels.gpu.lossless_gemm import (
     LosslessGemmTile,
     LosslessGemvTile,
@@ -155,6 +156,10 @@ class Bench:
                 runs[name] = lambda i, tile=hopper: lossless_hopper_gemm(
                     x, packed[i % len(packed)], out, tile, self.partial, gate=int(shape.gate), add=shape.add, pdl=1
                 )
+            if m <= MAX_FEW:
+                runs["few"] = lambda i: lossless_few_gemm(
+                    x, packed[i % len(packed)], out, self.partial, gate=int(shape.gate), add=shape.add, pdl=1
+                )
         with compiling_only():
             for run in runs.values():
                 run(0)
@@ -254,12 +259,19 @@ def check_hopper() -> None:
             x, out = torch.randn(m, k, device="cuda").bfloat16(), torch.randn(m, n, device="cuda").bfloat16()
             want = x.float() @ weight.float().T
             want = torch.nn.functional.silu(want[:, :n]) * want[:, n:] if gate else want + out * add
-            partial = torch.full((16 << 20,), torch.nan, device="cuda")
-            lossless_hopper_gemm(x, pack_lossless(weight), out, tile, partial, gate=gate, add=add, pdl=1)
-            off = float((out.float() - want).norm() / want.norm())
-            print(f"hopper {m} {n} {k} gate {gate} add {add} {tile}: off by {off:.1e}", flush=True)
-            if not off < 1e-2:
-                raise AssertionError("the product is wrong")
+            packed, before = pack_lossless(weight), out.clone()
+            for few in (False, True) if m <= MAX_FEW else (False,):
+                out.copy_(before)
+                partial = torch.full((16 << 20,), torch.nan, device="cuda")
+                if few:
+                    lossless_few_gemm(x, packed, out, partial, gate=gate, add=add, pdl=1)
+                else:
+                    lossless_hopper_gemm(x, packed, out, tile, partial, gate=gate, add=add, pdl=1)
+                off = float((out.float() - want).norm() / want.norm())
+                kernel = "few" if few else str(tile)
+                print(f"hopper {m} {n} {k} gate {gate} add {add} {kernel}: off by {off:.1e}", flush=True)
+                if not off < 1e-2:
+                    raise AssertionError("the product is wrong")
 
 
 def main() -> None:

@@ -39,7 +39,7 @@ _INTERPRETED = tl.constexpr(INTERPRETED)
 
 
 @triton.jit
-def _smallest(row_scale):
+def smallest(row_scale):
     """The value that an escape decodes to: 2^(112 - 127) times the row's scale."""
     return row_scale * 0.000030517578125
 
@@ -301,7 +301,7 @@ def add_escapes(acc, place, value, mask, x_tile, row_scale, row):
     kind: tl.constexpr = x_tile.dtype
     own = ((row & 0x7FFF)[:, None] == ((place >> 16) & 0x7FFF)[None, :]) & mask[None, :]
     acc = tl.dot(tl.where(own, value[None, :], 0.0).to(kind), x_tile, acc)
-    return tl.dot(tl.where(own, -_smallest(row_scale)[:, None], 0.0).to(kind), x_tile, acc)
+    return tl.dot(tl.where(own, -smallest(row_scale)[:, None], 0.0).to(kind), x_tile, acc)
 
 
 @triton.jit

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,misc,no-untyped-call,untyped-decorator"
-"""Products of several tokens with losslessly compressed BF16 weights on Hopper, the pipeline written out in Gluon.
+"""Products of 17 to 256 tokens with losslessly compressed BF16 weights on Hopper, the pipeline written out in Gluon.
 
 One warp loads codes and tokens by the copy engine, into memory of their own. The other warps decode codes into the
 registers that the tensor cores read, while these multiply what was decoded before. The work is cut into as many equal
@@ -91,7 +91,7 @@ def _decoded(low, high, SECOND: gl.constexpr):
 
 
 @gluon.jit
-def _part(tiles, k_tiles):
+def units_of_part(tiles, k_tiles):
     """The units of this program: first and end. A unit is ROWS rows by a tile of columns."""
     units, program, programs = tiles * k_tiles, gl.program_id(0), gl.num_programs(0)
     return units * program // programs, units * (program + 1) // programs
@@ -116,7 +116,7 @@ def _load(
     x_map, code_map, width, token_tiles, tiles = loaded
     codes, slices, ready, free, pair_ready, pair_free = shared
     k_tiles = width // 64
-    begin, end = _part(tiles, k_tiles)
+    begin, end = units_of_part(tiles, k_tiles)
     n = end - begin
     for i in range(gl.minimum(STAGES - 1, n)):
         _load_codes(i, begin, code_map, width, token_tiles, k_tiles, codes, ready, free, STAGES)
@@ -180,7 +180,7 @@ def _multiply(
     x, x_stride, by_column, partial, all_rows, m, pitch, width, token_tiles, tiles = product
     codes, slices, ready, free, pair_ready, pair_free = shared
     k_tiles = width // 64
-    begin, end = _part(tiles, k_tiles)
+    begin, end = units_of_part(tiles, k_tiles)
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
     layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
     if PDL:
@@ -208,7 +208,7 @@ def _multiply(
             _barrier()
             mbarrier.arrive(pair_free.index((i * 2 + 1) % PAIRS), count=1)
         units = tiles * k_tiles
-        part = gl.program_id(0) - _part_of(tile * k_tiles, units, gl.num_programs(0))
+        part = gl.program_id(0) - part_of(tile * k_tiles, units, gl.num_programs(0))
         row = tile // token_tiles * 128 + GROUP * 64 + gl.arange(0, 64, gl.SliceLayout(1, acc_layout))
         t = tile % token_tiles * TOKENS + gl.arange(0, TOKENS, gl.SliceLayout(0, acc_layout))
         to = partial + (part * all_rows + row).to(gl.int64)[:, None] * pitch + t[None, :]
@@ -217,7 +217,7 @@ def _multiply(
 
 
 @triton.jit
-def _part_of(unit, units, programs):
+def part_of(unit, units, programs):
     """The program that a unit belongs to."""
     return ((unit + 1) * programs - 1) // units
 
@@ -261,8 +261,8 @@ def _lossless_hopper(
 @triton.jit
 def _add_parts(acc, partial, row, t, mask, all_rows, pitch, tile, tiles, k_tiles, programs, PARTS: tl.constexpr):
     """acc [ROWS, TOKENS] plus the sums of all parts that the tiles of its rows were cut into. tile: of each row."""
-    first = _part_of(tile * k_tiles, tiles * k_tiles, programs)
-    count = _part_of(tile * k_tiles + k_tiles - 1, tiles * k_tiles, programs) - first + 1
+    first = part_of(tile * k_tiles, tiles * k_tiles, programs)
+    count = part_of(tile * k_tiles + k_tiles - 1, tiles * k_tiles, programs) - first + 1
     ptrs = partial + row.to(tl.int64)[:, None] * pitch + t[None, :]
     for part in tl.static_range(PARTS):
         acc += tl.load(ptrs + part * all_rows.to(tl.int64) * pitch, mask=mask & (part < count)[:, None], other=0.0)
@@ -345,22 +345,22 @@ def _finishing_rows(n: int) -> int:
     return 16 if n < 32768 else 32
 
 
-def _programs(tiles: int, k_tiles: int) -> int:
+def programs_for(tiles: int, k_tiles: int) -> int:
     """Programs that work as long as one for each multiprocessor would, but cut as few tiles as they can."""
     units = tiles * k_tiles
     return cdiv(units, max(2, cdiv(units, sm_count())))
 
 
-def _parts(tiles: int, k_tiles: int) -> int:
+def parts_of_tile(tiles: int, k_tiles: int) -> int:
     """The most parts that a tile may be cut into."""
-    least = tiles * k_tiles // _programs(tiles, k_tiles)  # units of a part
+    least = tiles * k_tiles // programs_for(tiles, k_tiles)  # units of a part
     return 1 if k_tiles == 1 else (k_tiles - 2) // least + 2
 
 
 def lossless_hopper_floats(all_rows: int, k: int, m: int, tile: LosslessHopperTile) -> int:
     """Workspace of `lossless_hopper_gemm`: sums of all parts of the output's tiles, and the tokens by column."""
     tiles = cdiv(all_rows, ROWS) * cdiv(m, tile.tokens)
-    return (_parts(tiles, k // TILES[0]) * all_rows + cdiv(k, 2)) * cdiv(m, 16) * 16
+    return (parts_of_tile(tiles, k // TILES[0]) * all_rows + cdiv(k, 2)) * cdiv(m, 16) * 16
 
 
 def lossless_hopper_gemm(
@@ -373,7 +373,7 @@ def lossless_hopper_gemm(
     (m, n), (all_rows, k) = out.shape, matrix.shape
     pitch, token_tiles, k_tiles = cdiv(m, 16) * 16, cdiv(m, tile.tokens), k // TILES[0]
     tiles = cdiv(all_rows, ROWS) * token_tiles
-    programs = _programs(tiles, k_tiles)
+    programs = programs_for(tiles, k_tiles)
     lines = matrix.codes.view(all_rows, -1)
     x_map = TensorDescriptor(x, [m, k], [x.stride(0), 1], [tile.tokens, HALVES], _SHARED)
     code_map = TensorDescriptor(lines, [all_rows, lines.shape[1]], [lines.shape[1], 1], [ROWS, HALVES], _SHARED)
@@ -390,6 +390,6 @@ def lossless_hopper_gemm(
         partial, by_column, x, x.stride(0), matrix.scale, matrix.starts, matrix.places, matrix.values, matrix.raw,
         x if matrix.bias is None else matrix.bias, out, out.stride(0), m, n, k, pitch, token_tiles, tiles, k_tiles,
         programs, BIAS=matrix.bias is not None, GATE=gate, ADD=add, ROWS=rows, TOKENS=tokens, TILE_TOKENS=tile.tokens,
-        PARTS=_parts(tiles, k_tiles), SLOTS=64 if rows * k > 16 << 13 else 32, PDL=int(pdl),
+        PARTS=parts_of_tile(tiles, k_tiles), SLOTS=64 if rows * k > 16 << 13 else 32, PDL=int(pdl),
         **launch_options(bool(pdl), num_warps=4),
     )  # fmt: skip

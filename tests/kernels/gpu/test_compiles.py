@@ -169,6 +169,30 @@ constants = dict(zip([(i,) for i in range(12, 16)], [256, 2, 2, 1], strict=True)
 gluon_source = GluonASTSource(_lossless_hopper, dict(zip(names, [*maps, *others], strict=True)), constants, {})
 warps = 4
 """
+LOSSLESS_FEW = """
+from triton.experimental.gluon._runtime import GluonASTSource
+from emberline.kernels.gpu.lossless_few import _CODES_SHARED, _TOKENS_SHARED, _multiply_codes
+
+types = [f"tensordesc<bf16[16, 64],{_TOKENS_SHARED!r}>", f"tensordesc<i32[64, 32],{_CODES_SHARED!r}>"]
+types += ["*fp32", *["i32"] * 3, *["constexpr"] * 5]
+constants = dict(zip([(i,) for i in range(6, 11)], [3, 4, 144, 24, 1], strict=True))
+gluon_source = GluonASTSource(
+    _multiply_codes, dict(zip(_multiply_codes.arg_names, types, strict=True)), constants, {}
+)
+warps = 4
+"""
+LOSSLESS_FEW_END = """
+from triton.experimental.gluon._runtime import GluonASTSource
+from emberline.kernels.gpu.lossless_few import _finish_product
+
+apart = ["*bf16", "i32", "*fp32", "*i32", "*i32", "*bf16", "*bf16"]
+types = ["*fp32", *apart, "*bf16", "*bf16", *["i32"] * 7, *["constexpr"] * 6]
+constants = dict(zip([(i,) for i in range(17, 23)], [0, 1, 0, 32, 4, 1], strict=True))
+gluon_source = GluonASTSource(
+    _finish_product, dict(zip(_finish_product.arg_names, types, strict=True)), constants, {}
+)
+warps = 4
+"""
 COMPILED_BY_GLUON = """
 import triton
 from triton.backends.compiler import GPUTarget
@@ -191,6 +215,8 @@ print("compiled")
         (HOPPER + COMPILED_BY_GLUON, "compiled"),
         (COMPILED + LOSSLESS, "compiled"),
         (LOSSLESS_HOPPER + COMPILED_BY_GLUON, "compiled"),
+        (LOSSLESS_FEW + COMPILED_BY_GLUON, "compiled"),
+        (LOSSLESS_FEW_END + COMPILED_BY_GLUON, "compiled"),
     ],
 )
 def test_kernels_compile(tmp_path: Path, program: str, says: str) -> None:

@@ -125,26 +125,33 @@ class Lossless(MatrixFormat):
     ) -> bool:  # fmt: skip
         """Multiply by the kernels for Hopper. Returns False if others must do it: on other GPUs, for other sizes, and
         where the sums have no room."""
-        hopper, m, (rows, k) = _hopper(), len(x), matrix.shape
-        if hopper is None or m > MAX_HOPPER or k % TILES[0] or x.dtype != torch.bfloat16 or out.dtype != x.dtype:
+        modules, m, (rows, k) = _hopper(), len(x), matrix.shape
+        if modules is None or m > MAX_HOPPER or k % TILES[0] or x.dtype != torch.bfloat16 or out.dtype != x.dtype:
             return False
-        tile, room = hopper.lossless_hopper_tile(m, rows, k, bool(fusion.gate)), SLICED_BYTES // 4
-        if tile is None or hopper.lossless_hopper_floats(rows, k, m, tile) > room:
+        hopper, few = modules
+        takes_few, room = few.takes_few(m, rows), SLICED_BYTES // 4
+        tile = None if takes_few else hopper.lossless_hopper_tile(m, rows, k, bool(fusion.gate))
+        if not takes_few and tile is None:
             return False
-        if fusion.norm is None and (x.stride(0) % 8 or x.data_ptr() % 16):  # not what the copy engine reads
-            return False
+        floats = few.lossless_few_floats(rows, k) if takes_few else hopper.lossless_hopper_floats(rows, k, m, tile)
+        if floats > room or (fusion.norm is None and (x.stride(0) % 8 or x.data_ptr() % 16)):
+            return False  # the second is what the copy engine cannot read
         x, partial = on.normed(x, fusion), on.workspace.take("dequantized", room, dtype=torch.float32)
-        hopper.lossless_hopper_gemm(x, matrix, out, tile, partial, gate=fusion.gate, add=fusion.add, pdl=on.pdl)
+        options: dict[str, Any] = {"gate": fusion.gate, "add": fusion.add, "pdl": on.pdl}
+        if takes_few:
+            few.lossless_few_gemm(x, matrix, out, partial, **options)
+        else:
+            hopper.lossless_hopper_gemm(x, matrix, out, tile, partial, **options)
         return True
 
 
 @cache
-def _hopper() -> Any | None:
-    """The module of the kernels for Hopper, where they run: not with a Triton that has no Gluon."""
+def _hopper() -> tuple[Any, Any] | None:
+    """The modules of the kernels for Hopper, where they run: not with a Triton that has no Gluon."""
     if INTERPRETED or not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         return None
     try:
-        from emberline.kernels.gpu import lossless_hopper
+        from emberline.kernels.gpu import lossless_few, lossless_hopper
     except ImportError:
         return None
-    return lossless_hopper
+    return lossless_hopper, lossless_few
