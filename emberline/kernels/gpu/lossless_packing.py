@@ -195,7 +195,7 @@ def _interleave(low: Tensor, high: Tensor, halves: int) -> Tensor:
     return torch.stack([a, b, n], dim=1).to(torch.int16).flatten(2)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_row", "room", "raw_room"])  # or it would be compiled for many of them
 def _pack_rows(
     weight, codes, scale, counts, slots, used, places, values, raw, first_row, k, width, room, raw_room,
     FIRST: tl.constexpr, LAST: tl.constexpr, WINDOW: tl.constexpr, ZERO: tl.constexpr, RAW_SHARE: tl.constexpr,
