@@ -23,7 +23,7 @@ MAX_COLUMNS = 1 << 16  # that an escape can name
 PACKING_BYTES = 64 << 20  # of a GPU: a piece, and where each row's escapes are until all rows are packed
 WINDOW = 16  # neighboring exponents that a code tells apart
 _FIRST, _LAST = 1, 255 - WINDOW  # of a row's window: no denormals, infinities or NaN in it
-_PIECE_WEIGHTS = 1 << 23
+_PIECE_WEIGHTS = 1 << 24
 _packing = Lock()  # held by the thread that starts to pack a piece
 
 
@@ -90,9 +90,9 @@ class LosslessPacker:
             for event in (self._allocated, written):
                 if stream is not None and event is not None:
                     stream.wait_event(event)
-            for start in range(0, len(weight), step):
-                piece = weight[start : start + step].to(device, non_blocking=True).contiguous()
-                pack(piece, first + start, self.matrix, self.apart)
+            for start in range(0, len(weight), step):  # one piece after the other has memory
+                some = weight[start : start + step]
+                pack(some.to(device, non_blocking=True).contiguous(), first + start, self.matrix, self.apart)
             packed = None if stream is None else stream.record_event()
         if caller is not None and packed is not None:
             caller.wait_event(packed)
