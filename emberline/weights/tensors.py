@@ -25,9 +25,7 @@ Shape = tuple[int, ...]
 
 GROUP = 32  # weights that share a scale and an offset in the affine form
 _CHUNK_WEIGHTS = 1 << 24  # float32 numbers held at once while a quantized weight is converted to another dtype
-# Bytes of a file that are read or handed over at once: what a loader's buffer holds. More takes more pinned memory;
-# with less a loader's threads would ask for the interpreter more often.
-LOADED_BYTES = (32 << 20) - (8 << 10)
+LOADED_BYTES = (16 << 20) - (8 << 10)  # of a file that are read or handed over at once: what a loader's buffer holds
 
 # --- block formats ----------------------------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ MAX_COLUMNS = 1 << 16  # that an escape can name
 PACKING_BYTES = 64 << 20  # of a GPU: a piece, and where each row's escapes are until all rows are packed
 WINDOW = 16  # neighboring exponents that a code tells apart
 _FIRST, _LAST = 1, 255 - WINDOW  # of a row's window: no denormals, infinities or NaN in it
-_PIECE_WEIGHTS = 1 << 24
+_PIECE_WEIGHTS = 1 << 23
 _packing = Lock()  # held by the thread that starts to pack a piece
 
 
