@@ -22,14 +22,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from emberline.weights.lossless_tensor import LosslessRows, PlaneBytes, n_threads
+from emberline.weights.lossless_tensor import LosslessRows, PlaneBytes
 from emberline.weights.model_config import BadCheckpoint
 from emberline.weights.readahead import ReadAhead, resident
 from emberline.weights.tensors import LOADED_BYTES, Bytes, FileLocation, Weight
 
 _ALIGNED = 4096  # alignment of O_DIRECT reads
 PIECE_BYTES = LOADED_BYTES  # a buffer, with room to align them, has a power of two: pinned memory is rounded up to one
-N_THREADS = 8  # at least; a compressed checkpoint is decoded on most cores
+N_THREADS = 8
 _log = logging.getLogger(__name__)
 _DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "u8": torch.uint8}
 
@@ -174,7 +174,6 @@ class WeightLoader:
         self._began_s = time.monotonic()
         if self._read_ahead is not None:
             self._read_ahead.stop()
-        decodes = any(isinstance(piece, CodedPiece | HandedPiece) for piece in self._pieces)
         pieces, self._pieces = self._in_order(), []
         self._n_bytes = sum(piece.target.nbytes for piece in pieces if isinstance(piece, FilePiece | CodedPiece))
         local = threading.local()
@@ -185,7 +184,7 @@ class WeightLoader:
                 self._readers.append(local.reader)
             piece.run(local.reader)
 
-        self._pool = ThreadPoolExecutor(max(N_THREADS, n_threads() - 2) if decodes else N_THREADS, "weights")
+        self._pool = ThreadPoolExecutor(N_THREADS, "weights")
         self._reading = [self._pool.submit(run, piece) for piece in pieces]
 
     def _in_order(self) -> list[Piece]:

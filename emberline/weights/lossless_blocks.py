@@ -73,13 +73,15 @@ class Grid(NamedTuple):
         n: int = rows.start * self.columns + columns.start * (rows.stop - rows.start)
         return n
 
-    def covering(self, rows: slice, columns: slice) -> list[int]:
-        """The blocks that hold some of these rows and columns."""
+    def runs(self, rows: slice, columns: slice) -> list[range]:
+        """The blocks that hold some of these rows and columns, in runs of blocks that follow each other."""
         if rows.start >= rows.stop or columns.start >= columns.stop:
             return []
-        down = range(rows.start // self.block_rows, (rows.stop - 1) // self.block_rows + 1)
-        across = range(columns.start // self.block_columns, (columns.stop - 1) // self.block_columns + 1)
-        return [row * self.across + column for row in down for column in across]
+        top, bottom = rows.start // self.block_rows, (rows.stop - 1) // self.block_rows + 1
+        left, right = columns.start // self.block_columns, (columns.stop - 1) // self.block_columns + 1
+        if right - left == self.across:
+            return [range(top * self.across, bottom * self.across)]
+        return [range(row * self.across + left, row * self.across + right) for row in range(top, bottom)]
 
 
 class CodedBlock(NamedTuple):

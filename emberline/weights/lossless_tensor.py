@@ -117,13 +117,11 @@ class LosslessTensor:
 
     def spans(self, rows: slice, columns: slice) -> Iterator[Span]:
         """The blocks that hold a rectangle of numbers, and where they are in the file."""
-        numbers = self.grid.covering(rows, columns)
-        ends = [n for n in range(1, len(numbers) + 1) if n == len(numbers) or numbers[n] != numbers[n - 1] + 1]
-        for first, end in zip([0, *ends], ends, strict=False):
-            a, b, c, d = self._bounds(numbers[first], numbers[end - 1])
+        for blocks in self.grid.runs(rows, columns):
+            a, b, c, d = self._bounds(blocks[0], blocks[-1])
             coded = PlaneBytes(self.path, self.coded_at + a, self.coded[a:b], True)
             rest = PlaneBytes(self.path, self.rest_at + c, self.rest[c:d], False)
-            yield Span(range(numbers[first], numbers[end - 1] + 1), coded, rest)
+            yield Span(blocks, coded, rest)
 
     def decode(self, rows: slice, columns: slice, into: Bytes | None = None, read: ReadPlane | None = None) -> Bytes:
         """The bytes of a rectangle of numbers, [rows, columns * width].
@@ -139,7 +137,8 @@ class LosslessTensor:
                 planes = StoredPlanes(read(coded), read(rest), coded.offset - self.coded_at, rest.offset - self.rest_at)
                 self._decode(planes, blocks, part, out)
             return out
-        numbers, mapped = self.grid.covering(rows, columns), StoredPlanes(self.coded, self.rest)
+        numbers = [number for blocks in self.grid.runs(rows, columns) for number in blocks]
+        mapped = StoredPlanes(self.coded, self.rest)
         if numbers:
             self.will_need(numbers[0], numbers[-1])
         size = min(_BLOCKS_PER_CALL, -(-len(numbers) // n_threads()))

@@ -1,9 +1,7 @@
 """Reading a model's files while the process is still importing torch.
 
 Reads use O_DIRECT into private memory, which is twice as fast as through the page cache and leaves the interpreter to
-the imports. An import keeps the interpreter to itself while it loads a library, for half a second and more: so many
-long reads are in progress that the drive does not wait meanwhile. `WeightLoader` takes the bytes over where they are.
-Files that are already in the page cache are skipped.
+the imports. `WeightLoader` takes the bytes over where they are. Files that are already in the page cache are skipped.
 """
 
 import ctypes
@@ -51,8 +49,8 @@ def resident(address: int, n_bytes: int) -> bool:
     return pages.raw.translate(_FIRST_BIT).count(1) > 0.9 * n_pages
 
 
-PIECE_BYTES = 64 << 20
-N_THREADS = 16  # with a piece each: half a second of a drive that reads 2 GB/s
+PIECE_BYTES = 32 << 20
+N_THREADS = 8
 
 
 class _Piece:
@@ -117,8 +115,11 @@ class ReadAhead:
             self._read(file, offset, piece)
 
     def _read(self, file: _FileMemory, offset: int, piece: _Piece) -> None:
+        memory = file.view[offset : offset + PIECE_BYTES]
+        # Page faults of a read hold a lock of the process's memory, for which imports wait. Those of a thread do not.
+        ctypes.memset(memory.ctypes.data, 0, memory.nbytes)
         with suppress(OSError):  # the loader reads again and reports it
-            piece.n_bytes = os.preadv(file.descriptor, [file.view[offset : offset + PIECE_BYTES].data], offset)
+            piece.n_bytes = os.preadv(file.descriptor, [memory.data], offset)
         self.seconds = time.monotonic() - self._began_s
         piece.read.set()
 

@@ -201,5 +201,5 @@ def test_blocks_cover_a_tensor_once(shape: tuple[int, ...]) -> None:
 
 def test_eight_ranks_decode_no_block_twice() -> None:
     grid = Grid.of((4096, 14336))
-    parts = [grid.covering(slice(0, 4096), slice(n * 1792, (n + 1) * 1792)) for n in range(8)]
-    assert sorted(block for part in parts for block in part) == list(range(grid.n_blocks))
+    parts = [grid.runs(slice(0, 4096), slice(n * 1792, (n + 1) * 1792)) for n in range(8)]
+    assert sorted(block for part in parts for run in part for block in run) == list(range(grid.n_blocks))

@@ -166,14 +166,11 @@ def _build_decoder(
 ) -> "Engine | FollowerLoop":
     """Build an engine that generates text, or a follower of one."""
     _verify_weights(args)
-    compressed = args.random_weights is None and is_compressed(args.model)
-    ahead = None if compressed else _read_ahead(args)
     if args.random_weights is None:
         checkpoint = open_checkpoint(args.model)
     else:
         checkpoint = generate_checkpoint(read_json(args.model, "config.json"), args.random_weights)
-    if compressed:  # tables all over its files were read by now, which would have waited for what is read ahead
-        ahead = _read_ahead(args)
+    ahead = _read_ahead(args)  # after headers and samples all over the files, which would wait for what is read ahead
     timeline.end("checkpoint")
     if "TRITON_CACHE_DIR" not in os.environ:
         os.environ["TRITON_CACHE_DIR"] = str(private_cache_dir() / "triton")

@@ -90,9 +90,9 @@ class LosslessPacker:
             for event in (self._allocated, written):
                 if stream is not None and event is not None:
                     stream.wait_event(event)
-            for start in range(0, len(weight), step):
-                piece = weight[start : start + step].to(device, non_blocking=True).contiguous()
-                pack(piece, first + start, self.matrix, self.apart)
+            for start in range(0, len(weight), step):  # one piece after the other has memory
+                some = weight[start : start + step]
+                pack(some.to(device, non_blocking=True).contiguous(), first + start, self.matrix, self.apart)
             packed = None if stream is None else stream.record_event()
         if caller is not None and packed is not None:
             caller.wait_event(packed)
@@ -195,7 +195,7 @@ def _interleave(low: Tensor, high: Tensor, halves: int) -> Tensor:
     return torch.stack([a, b, n], dim=1).to(torch.int16).flatten(2)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_row", "room", "raw_room"])  # or it would be compiled for many of them
 def _pack_rows(
     weight, codes, scale, counts, slots, used, places, values, raw, first_row, k, width, room, raw_room,
     FIRST: tl.constexpr, LAST: tl.constexpr, WINDOW: tl.constexpr, ZERO: tl.constexpr, RAW_SHARE: tl.constexpr,
