@@ -1,9 +1,7 @@
 """Opening a checkpoint of any supported format: its configuration, its weights and a fingerprint of both."""
 
 import hashlib
-import os
 from collections.abc import Iterable
-from itertools import chain
 from pathlib import Path
 
 import msgspec
@@ -12,6 +10,7 @@ from emberline.weights.gguf import read_gguf
 from emberline.weights.hf_checkpoint import read_folder
 from emberline.weights.mmproj import MMProj
 from emberline.weights.model_config import BadCheckpoint, ModelConfig
+from emberline.weights.readahead import will_need
 from emberline.weights.tensors import CheckpointFiles, Weight
 
 _SAMPLE_BYTES = 256  # hashed at the start, middle and end of every tensor
@@ -63,7 +62,13 @@ def open_checkpoint(path: Path) -> Checkpoint:
 def _fingerprint(config: ModelConfig, weights: dict[str, Weight]) -> str:
     """Identify the content by the configuration, and each tensor's type, shape and samples of its bytes."""
     digest = hashlib.blake2b(msgspec.json.encode(config), digest_size=16)
-    _prefetch_samples(weights)
+    will_need(
+        (part.location.path, part.location.offset + start, _SAMPLE_BYTES)
+        for weight in weights.values()
+        for part in weight.stored
+        if part.location is not None
+        for start in _sample_offsets(part.raw.nbytes)
+    )
     for name in sorted(weights):
         weight = weights[name]
         digest.update(f"{name} {weight.kind} {weight.shape}".encode())
@@ -75,24 +80,3 @@ def _fingerprint(config: ModelConfig, weights: dict[str, Weight]) -> str:
 
 def _sample_offsets(n_bytes: int) -> tuple[int, int, int]:
     return 0, n_bytes // 2, max(0, n_bytes - _SAMPLE_BYTES)
-
-
-def _prefetch_samples(weights: dict[str, Weight]) -> None:
-    """Ask the kernel for all samples at once: read one after the other, they take a cold drive a second."""
-    if not hasattr(os, "posix_fadvise"):
-        return
-    opened: dict[Path, int] = {}
-    try:
-        for part in chain.from_iterable(weight.stored for weight in weights.values()):
-            if part.location is None:
-                continue
-            path, offset = part.location
-            if path not in opened:
-                opened[path] = os.open(path, os.O_RDONLY)
-            for start in _sample_offsets(part.raw.nbytes):
-                os.posix_fadvise(opened[path], offset + start, _SAMPLE_BYTES, os.POSIX_FADV_WILLNEED)
-    except OSError:
-        return  # only a hint: the samples are read anyway
-    finally:
-        for descriptor in opened.values():
-            os.close(descriptor)

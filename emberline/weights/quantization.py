@@ -16,6 +16,7 @@ import numpy as np
 
 from emberline.weights.model_config import BadCheckpoint, Fields
 from emberline.weights.quantized_weight import BLOCK, QuantizedWeight
+from emberline.weights.readahead import will_need
 from emberline.weights.tensors import Weight, dequantize
 
 METHODS = ("compressed-tensors", "fp8", "fbgemm_fp8", "mxfp4")
@@ -23,6 +24,7 @@ INT4_GROUPS = (32, 64, 128)
 _MXFP4_GROUP = 32
 _CODES = {"weight_packed", "weight", "blocks"}  # suffixes of a name
 _SCALES = {"weight_scale", "weight_scale_inv", "scales"}
+_LOOKED_AT = _SCALES | {"weight_shape"}  # whose first row is read when a checkpoint is opened
 # Of static activation scales: activations are scaled dynamically, which is finer.
 _DROPPED = {"weight_shape", "input_scale", "input_scale_ub"}
 _UNSUPPORTED = {
@@ -163,6 +165,12 @@ def join_quantized(found: dict[str, Weight], quantization: Quantization | None) 
     for name, tensor in found.items():
         module, _, suffix = name.rpartition(".")
         modules.setdefault(module, {})[suffix] = tensor
+    will_need(
+        (part.location.path, part.location.offset, part.raw[:1].nbytes)
+        for parts in modules.values()
+        for suffix, part in parts.items()
+        if part.location is not None and suffix in _LOOKED_AT
+    )
     joined: dict[str, Weight] = {}
     for module, parts in modules.items():
         for weight in _join(module, parts, quantization):

@@ -107,10 +107,10 @@ from emberline.kernels.gpu.mla.shares import _merge_shares
 
 rows = next(param for param in _merge_shares.params if param.name == "rows")
 sizes = {"SHARES": 8, "WIDTH": 520, "LSE_STRIDE": 260, "LATENT": 512, "LATENT_PAD": 512, "RANKS": 8}
-if rows.do_not_specialize:
-    compiled(_merge_shares, ["*bf16", "*fp32", "*bf16", "i32"], **sizes)
-else:  # a token and a head
-    compiled(_merge_shares, ["*bf16", "*fp32", "*bf16"], **sizes, rows=1)
+one = {} if rows.do_not_specialize else {"rows": 1}  # as Triton compiles it for one token of one head
+types = {"parts": "*bf16", "lse": "*fp32", "out": "*bf16", "rows": "constexpr" if one else "i32"}
+source = ASTSource(_merge_shares, types | dict.fromkeys(sizes, "constexpr"), sizes | one, {})
+triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
 print("compiled")
 """
 LATENTS = """
