@@ -159,6 +159,12 @@ class ControlGroup:
         folder = self._folders.get("memory")
         return None if folder is None else MemoryCounters(self._version, folder)
 
+    @property
+    def processors(self) -> set[int]:
+        """Processors to which the group is bound. Empty if it may run on all."""
+        folder = self._folders.get(_PROCESSORS)
+        return set() if folder is None else _numbered(folder / "cpuset.cpus")
+
     def kill(self) -> None:
         """Kill all processes of the group."""
         folder = self._folders.get("pids") or next(iter(self._folders.values()))
