@@ -41,7 +41,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def join_processors(processors: set[int]) -> None:
-    """Bind this process to the predictor's processors: what it reads and checks, such as a flood of log lines or a large
+    """Bind this process to the predictor's processors: what it reads and checks, such as a log flood or a large
     output, then delays no other model either."""
     for thread in os.listdir("/proc/self/task") if processors else ():
         os.sched_setaffinity(int(thread), processors)
