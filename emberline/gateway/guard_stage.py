@@ -98,7 +98,7 @@ class GuardStage:
         if isinstance(event, TextDelta):
             texts = [event.text]
         elif isinstance(event, Completed) and isinstance(event.result, Prediction):
-            output = msgspec.json.decode(event.result.output)
+            output = msgspec.json.decode(event.result.whole)
             texts = strings(output, numbers=True)
             if isinstance(output, list) and all(isinstance(each, str) for each in output):
                 joined = "".join(output)  # as clients show it

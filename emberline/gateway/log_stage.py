@@ -121,7 +121,8 @@ class LogStage:
             if work.is_done and self.reply is not None and rules.logs_content:
                 row.response = _text(self.reply.answer(completed.usage))
             elif work.is_done and isinstance(completed.result, Prediction) and rules.logs_content:
-                start = memoryview(completed.result.output)[: 4 * MAX_CONTENT_CHARS]
+                found = completed.result
+                start = memoryview(found.pieces[0] if found.pieces else found.output)[: 4 * MAX_CONTENT_CHARS]
                 row.response = shortened(bytes(start).decode("utf-8", "replace"))
         self._attempts.ended(work, error)
         if isinstance(error, EmberlineError):

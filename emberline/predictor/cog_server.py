@@ -223,6 +223,11 @@ class CogServer:
         return self._program.pid
 
     @property
+    def processors(self) -> set[int]:
+        """Processors that the predictor runs on. Empty if it may run on all."""
+        return self._program.processors
+
+    @property
     def memory_bytes(self) -> int:
         return self._program.memory_bytes
 

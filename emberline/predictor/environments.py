@@ -39,11 +39,13 @@ class Environment(NamedTuple):
     folders: tuple[str, ...]  # that a program needs to see
 
 
-def find_interpreter(version: str) -> Interpreter:
-    """An interpreter of that version on this machine; empty: our own. Raises Unsupported by name."""
+def find_interpreter(version: str, beside: Path = Path(sys.base_prefix).parent) -> Interpreter:
+    """An interpreter of that version on this machine; empty: our own. `beside`: the folder with other interpreters in
+    folders of their own, as pyenv and uv install them. Raises Unsupported by name."""
     own = f"{sys.version_info[0]}.{sys.version_info[1]}"
     candidates = [os.path.join(sys.base_prefix, "bin", f"python{own}")] if version in ("", own) else []
     candidates += [found for name in [f"python{version or own}"] if (found := shutil.which(name))]
+    candidates += sorted(map(str, beside.glob(f"*/bin/python{version or own}")), reverse=True)
     if uv := shutil.which("uv"):
         asked = subprocess.run([uv, "python", "find", version or own], capture_output=True, text=True, check=False)
         candidates += [asked.stdout.strip()] if asked.returncode == 0 else []
@@ -152,7 +154,11 @@ def _pip(folder: Path, arguments: Sequence[str], limit_s: float) -> None:
     if done.returncode:
         errors = [line for line in done.stderr.splitlines() if "ERROR" in line] or done.stderr.splitlines()[-3:]
         why = " ".join(errors).replace(f"{folder.parent}/", "")  # callers do not learn our paths
-        raise BadInput(f"the requirements cannot be installed from wheels: {why[-800:]}", param="python_requirements")
+        raise BadInput(
+            f"the requirements cannot be installed from wheels: {why[-800:]}. Name versions that have wheels for this "
+            "Python and processor, or another `build.python_version`",
+            param="python_requirements",
+        )
 
 
 @contextmanager

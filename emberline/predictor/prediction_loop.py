@@ -29,7 +29,7 @@ from emberline.protocol.errors import (
 )
 from emberline.protocol.events import TokenDelta, Usage
 from emberline.protocol.frames import MAX_PROBLEM_CHARS, EngineLoad
-from emberline.protocol.prediction import MAX_INPUT_BYTES, Manifest, Prediction, PredictParams
+from emberline.protocol.prediction import MAX_INPUT_BYTES, PIECE_BYTES, Manifest, Prediction, PredictParams
 from emberline.protocol.request import EngineRequest
 
 MAX_WAITING = 256
@@ -75,8 +75,6 @@ class _Waiting:
 
 
 class PredictionLoop(RequestLoop[_Waiting]):
-    blocked = True  # the socket server sleeps although the loop is busy: threads wake it
-
     def __init__(self, manifest: Manifest, server: CogServer, on_crash: Callable[[str], None]) -> None:
         """`on_crash` is called, in the socket server's thread, when the server cannot go on."""
         super().__init__(MAX_WAITING)
@@ -164,6 +162,11 @@ class PredictionLoop(RequestLoop[_Waiting]):
         return min([now_s + PROGRESS_S, *begins])
 
     @property
+    def blocked(self) -> bool:  # type: ignore[override]
+        """True if the socket server can sleep although the loop is busy: threads wake it."""
+        return not self._found
+
+    @property
     def busy(self) -> bool:
         return bool(self._requests or self._found or self._crash)
 
@@ -180,10 +183,11 @@ class PredictionLoop(RequestLoop[_Waiting]):
                 self._note(item, f"the prediction did not end within {self._manifest.resources.predict_s:g} s")
             if item.deadline_s is not None and now_s > item.deadline_s:
                 self._give_up(item)
-        deltas = self._fail_late(now_s)
-        while self._found:
+        deltas, n_bytes = self._fail_late(now_s), 0
+        while self._found and n_bytes < PIECE_BYTES:  # one piece in a frame, so that the core reads others in between
             item, delta, is_free = self._found.popleft()
             self._n_busy -= is_free
+            n_bytes += 0 if delta is None else len(delta.values)
             if delta is not None and self._requests.get(item.request.id) is item:
                 deltas.append(delta)
                 if delta.finish is not None:
@@ -248,6 +252,11 @@ class PredictionLoop(RequestLoop[_Waiting]):
             took_s = item.ended_s - item.began_s
             self._mean_s = took_s if not self._mean_s else self._mean_s + MEAN_SHARE * (took_s - self._mean_s)
             self._ended(prediction.warning)
+            if item.params.takes_pieces and len(output := memoryview(prediction.output)) > PIECE_BYTES:
+                for at in range(0, len(output), PIECE_BYTES):
+                    piece = TokenDelta(request.id, values=bytes(output[at : at + PIECE_BYTES]))
+                    self._found.append((item, piece, False))
+                prediction = msgspec.structs.replace(prediction, output=msgspec.Raw(b"null"))
             values = msgspec.json.encode(prediction)
             delta = TokenDelta(request.id, finish="stop", usage=item.usage(), values=values)
         except EmberlineError as error:

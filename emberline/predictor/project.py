@@ -11,8 +11,11 @@ from emberline.protocol.errors import BadInput, Unsupported
 
 CONFIG = "cog.yaml"
 MAX_CONFIG_BYTES = 1 << 20
+OLDEST_MINOR = 10  # of Python 3, that Cog's server runs on
 MAX_ALIASES = 16  # of YAML: each can double what comes of the file
 _VERSION = re.compile(r"3\.\d{1,2}(\.\d{1,3})?")
+DPKG = Path("/var/lib/dpkg/info")
+_PACKAGE = re.compile(r"[a-z0-9][a-z0-9.+-]*")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # A requirement: a name, extras, versions and a marker, in one line. No address, path, option or variable of the
 # environment, which pip would follow: code of a source package would run outside of the sandbox.
@@ -24,6 +27,13 @@ _REQUIREMENT = re.compile(
 
 # A repository of the hub in `weights`: hf://org/name, with a revision if there is one.
 _HUB = re.compile(r"hf://([\w.-]+/[\w.-]+?)(?:@([\w./-]+))?/?")
+
+
+_LEFT_OUT = {
+    "train": "`train` is left out: training is not supported",
+    "observability": "`observability` is left out: nothing is exported, and a package that the code imports for it "
+    "must be a requirement",
+}
 
 
 class Weights(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,8 +68,10 @@ class Project(msgspec.Struct, frozen=True, kw_only=True):
         return self.folder / self.reference.partition(":")[0]
 
 
-def read_project(folder: Path) -> Project:
-    """Read a project folder. Raises BadInput, or Unsupported naming what this server cannot do for it."""
+def read_project(folder: Path, packages: Path = DPKG) -> Project:
+    """Read a project folder. `packages`: the folder in which Debian's package manager keeps its lists.
+
+    Raises BadInput, or Unsupported naming what this server cannot do for it."""
     import yaml  # not at every start of a server
 
     path = folder / CONFIG
@@ -77,13 +89,14 @@ def read_project(folder: Path) -> Project:
     if not isinstance(given, dict):
         raise BadInput(f"{CONFIG} must be a mapping")
     build = _mapping(given, "build")
-    for name in ("system_packages", "run", "pre_install"):
+    for name in ("run", "pre_install"):
         if build.get(name):
             raise Unsupported(
-                f"`build.{name}` needs a container builder, which this machine has none of: install what it names from "
-                "wheels (`build.python_requirements`), or on the machine itself",
+                f"`build.{name}` runs commands in a container builder, which this server has none of: remove it if "
+                "wheels of `build.python_requirements` do the same, or build the image elsewhere (`push --image`)",
                 param=f"build.{name}",
             )
+    _check_system_packages(build, packages)
     reference = given.get("run") or given.get("predict")
     if not isinstance(reference, str) or reference.count(":") != 1 or not reference.partition(":")[0].endswith(".py"):
         only = " It has `train`, and training is not supported." if given.get("train") else ""
@@ -98,7 +111,7 @@ def read_project(folder: Path) -> Project:
         environment=_environment(given),
         image=str(given.get("image") or ""),
         weights=_weights(folder, given),
-        notices=("`train` is left out: training is not supported",) if given.get("train") else (),
+        notices=tuple(notice for name, notice in _LEFT_OUT.items() if given.get(name)),
     )
     if not _is_inside(folder, project.source):
         raise BadInput(f"{CONFIG}: {reference} is not a file of the project", param="run")
@@ -112,13 +125,41 @@ def _mapping(given: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return found
 
 
+def _check_system_packages(build: Mapping[str, Any], packages: Path) -> None:
+    """Raise Unsupported for packages that are not installed on this machine, whose system folders predictors see."""
+    listed = build.get("system_packages") or []
+    names = [str(each).partition("=")[0].strip() for each in (listed if isinstance(listed, list) else [listed])]
+    if missing := [name for name in names if not _is_installed(packages, name)]:
+        shown = " ".join(missing)[:200]
+        raise Unsupported(
+            f"`build.system_packages` names packages that this machine does not have: {shown}. Install them "
+            f"(`apt-get install {shown}`) and push again, or build the image elsewhere (`emberline push --image`)",
+            param="build.system_packages",
+        )
+
+
+def _is_installed(packages: Path, name: str) -> bool:
+    """True if a package is installed: then there is a list of its files, whose name may end with the processor's."""
+    known = _PACKAGE.fullmatch(name) is not None
+    return known and ((packages / f"{name}.list").exists() or any(packages.glob(f"{name}:*.list")))
+
+
 def _python(build: Mapping[str, Any]) -> str:
     version = build.get("python_version")
     if version is None:
         return ""
+    if isinstance(version, float):  # YAML reads 3.10 without quotes as the number 3.1
+        version = "3.10" if version == 3.1 else str(version)
     if not isinstance(version, str) or not _VERSION.fullmatch(version):
         raise BadInput(f'`build.python_version` must be text such as "3.12", not {version!r}', param="python_version")
-    return ".".join(version.split(".")[:2])
+    minor = int(version.split(".")[1])
+    if minor < OLDEST_MINOR:
+        raise Unsupported(
+            f"Cog's server needs Python 3.{OLDEST_MINOR} or newer, not {version}: set `build.python_version`, and "
+            "versions of the requirements that have wheels for it",
+            param="python_version",
+        )
+    return f"3.{minor}"
 
 
 def _requirements(folder: Path, build: Mapping[str, Any]) -> tuple[str, ...]:
@@ -139,7 +180,7 @@ def _requirements(folder: Path, build: Mapping[str, Any]) -> tuple[str, ...]:
         if not _REQUIREMENT.fullmatch(requirement):
             raise Unsupported(
                 f"the requirement {requirement[:200]!r} is not a package's name and versions: addresses, paths and "
-                "options of pip are not followed",
+                "options of pip are not followed. Remove the line, or name a package of this server's index",
                 param="python_requirements",
             )
         found.append(requirement)

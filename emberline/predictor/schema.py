@@ -4,6 +4,7 @@ Types that cannot be told this way are refused by name, as Cog's own server woul
 """
 
 import ast
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -40,36 +41,63 @@ class Signature(msgspec.Struct, frozen=True, kw_only=True):
 
     input: Schema
     output: Schema
-    streams: bool  # it has Cog's decorator for streaming
+    streams: bool  # it returns an iterator, or has Cog's decorator for streaming
     slots: int  # by its decorator; 0: it has none
     is_async: bool
 
 
-def read_signature(source: bytes, reference: str) -> Signature:
-    """Read the signature of `run` (or `predict`) of the class or function that the reference names.
+def read_signature(source: bytes, reference: str, folder: Path | None = None) -> Signature:
+    """Read the signature of `run` (or `predict`) of the class or function that the reference names. `folder`: the
+    project's, for types and constants that the source imports from its other files.
 
     Raises BadInput, or Unsupported naming a type that cannot be derived."""
-    if len(source) > MAX_SOURCE_BYTES:
-        raise BadInput(f"{reference} is too large")
     try:
-        module = ast.parse(source)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise BadInput(f"{reference} cannot be read as Python: {error}") from None
-    try:
-        return _Reader(module, reference).read()
+        return _Reader(_parsed(source, reference), reference, folder).read()
     except RecursionError:
         raise Unsupported(f"{reference}: its types contain themselves, or a value is nested too deeply") from None
 
 
+def _parsed(source: bytes, name: str) -> ast.Module:
+    if len(source) > MAX_SOURCE_BYTES:
+        raise BadInput(f"{name} is too large")
+    try:
+        return ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise BadInput(f"{name} cannot be read as Python: {error}") from None
+
+
 class _Reader:
-    def __init__(self, module: ast.Module, reference: str) -> None:
+    def __init__(self, module: ast.Module, reference: str, folder: Path | None) -> None:
         self._reference = reference
-        self._classes = {node.name: node for node in module.body if isinstance(node, ast.ClassDef)}
+        self._classes: dict[str, ast.ClassDef] = {}
+        self._constants: dict[str, Any] = {}
+        for node in module.body:
+            if isinstance(node, ast.ImportFrom) and folder is not None:
+                self._import(node, folder)
+        self._classes |= _classes(module)
         self._functions = {
             node.name: node for node in module.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         }
-        self._constants = _constants(module)
+        self._constants |= _constants(module)
         self._n_types = 0
+
+    def _import(self, node: ast.ImportFrom, folder: Path) -> None:
+        """Add the classes and constants of another file of the project, by the names that the import gives them."""
+        path = folder / Path(self._reference).parent if node.level else folder
+        path = path / f"{(node.module or '').replace('.', '/')}.py"
+        if not path.is_file() or not path.resolve().is_relative_to(folder.resolve()):
+            return  # a package, or a folder
+        module = _parsed(path.read_bytes(), path.name)
+        classes, constants = _classes(module), _constants(module)
+        self._classes |= classes  # also those that the named ones have as fields
+        for alias in node.names:
+            name = alias.asname or alias.name
+            if alias.name == "*":
+                self._constants |= constants
+            elif alias.name in classes:
+                self._classes[name] = classes[alias.name]
+            elif alias.name in constants:
+                self._constants[name] = constants[alias.name]
 
     def read(self) -> Signature:
         method = self._method()
@@ -90,11 +118,12 @@ class _Reader:
             if is_required:
                 required.append(argument.arg)
         decorators = [self._decorator(each) for each in method.decorator_list]
+        output = self._output(method.returns)
         return Signature(
             input={"title": "Input", "type": "object", "properties": properties}
             | ({"required": required} if required else {}),
-            output={"title": "Output", **self._output(method.returns)},
-            streams="streaming" in [name for name, _ in decorators],
+            output={"title": "Output", **output},
+            streams="streaming" in [name for name, _ in decorators] or "x-cog-array-type" in output,
             slots=next((self._slots(call) for name, call in decorators if name == "concurrent"), 0),
             is_async=isinstance(method, ast.AsyncFunctionDef),
         )
@@ -121,7 +150,7 @@ class _Reader:
         if not (isinstance(default, ast.Call) and _name(default.func) == "Input"):
             if default is None:
                 return field, not field.get("nullable")
-            return self._with_default(field, self._value(default, argument.arg)), False
+            return self._with_default(field, default, argument.arg), False
         options = {each.arg: each.value for each in default.keywords if each.arg is not None}
         if default.args:
             options["default"] = default.args[0]
@@ -129,10 +158,13 @@ class _Reader:
         for option, node in options.items():
             if option in ("default_factory", "accept"):
                 continue
-            value = self._choices(node, argument.arg) if option == "choices" else self._value(node, argument.arg)
             if option == "default":
-                field = self._with_default(field, value)
-            elif value is None:
+                field = self._with_default(field, node, argument.arg)
+                continue
+            if option == "description" and not isinstance(node, ast.Constant):
+                continue  # computed: for people, who can do without
+            value = self._choices(node, argument.arg) if option == "choices" else self._value(node, argument.arg)
+            if value is None:
                 continue
             elif option == "choices":
                 field["enum"] = value
@@ -146,7 +178,12 @@ class _Reader:
                 raise Unsupported(f"{self._reference}: `Input({option}=…)` of `{argument.arg}` is not known")
         return field, not has_default and not field.get("nullable")
 
-    def _with_default(self, field: Schema, value: Any) -> Schema:
+    def _with_default(self, field: Schema, node: ast.expr, name: str) -> Schema:
+        """The field with its default. One that is computed is the predictor's affair: Cog's server uses it anyway."""
+        try:
+            value = self._value(node, name)
+        except Unsupported:
+            return field
         return field | ({"nullable": True} if value is None else {"default": value})
 
     def _choices(self, node: ast.expr, name: str) -> list[Any]:
@@ -210,10 +247,7 @@ class _Reader:
         if outer == "Annotated":
             return self._type(inner[0], name)
         if outer == "Literal":
-            values = [self._value(each, name) for each in inner]
-            kinds = {type(each) for each in values}
-            kind = {str: "string", int: "integer", bool: "boolean"}.get(kinds.pop()) if len(kinds) == 1 else None
-            return {"enum": values} | ({"type": kind} if kind else {})
+            return self._literal(inner, name)
         if outer in ("list", "List", "Sequence", "set", "Set", "tuple", "Tuple"):
             return {"type": "array"} | self._items(inner, name)
         if outer in ("dict", "Dict", "Mapping"):
@@ -229,6 +263,12 @@ class _Reader:
                 "x-cog-array-display": "concatenate",
             }
         raise Unsupported(f"{self._reference}: the type {outer}[…] of `{name}` has no schema here")
+
+    def _literal(self, nodes: list[ast.expr], name: str) -> Schema:
+        values = [self._value(each, name) for each in nodes]
+        kinds = {type(each) for each in values}
+        kind = {str: "string", int: "integer", bool: "boolean"}.get(kinds.pop()) if len(kinds) == 1 else None
+        return {"enum": values} | ({"type": kind} if kind else {})
 
     def _items(self, inner: list[ast.expr], name: str) -> Schema:
         """The type of the elements; empty if a tuple has several."""
@@ -253,7 +293,10 @@ class _Reader:
         return self._type(node, "the output")
 
     def _model(self, found: ast.ClassDef) -> Schema:
-        """A class of fields with types."""
+        """A class of fields with types, or an enumeration."""
+        if any(_name(base).endswith("Enum") for base in found.bases):
+            assigned = [each.value for each in found.body if isinstance(each, ast.Assign)]
+            return self._literal(assigned, found.name)
         fields = [each for each in found.body if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)]
         properties = {each.target.id: self._type(each.annotation, each.target.id) for each in fields}  # type: ignore[union-attr]
         required = [each.target.id for each in fields if each.value is None]  # type: ignore[union-attr]
@@ -283,6 +326,10 @@ def _name(node: ast.expr) -> str:
 
 def _parts(node: ast.expr) -> list[ast.expr]:
     return list(node.elts) if isinstance(node, ast.Tuple) else [node]
+
+
+def _classes(module: ast.Module) -> dict[str, ast.ClassDef]:
+    return {node.name: node for node in module.body if isinstance(node, ast.ClassDef)}
 
 
 def _constants(module: ast.Module) -> dict[str, Any]:

@@ -86,7 +86,7 @@ class PredictorVersions:
         if project.gpu:
             on_line(GPU_NOTICE)
         model = pushed_id(settings.account, model_name(project, settings.name))
-        signature = read_signature(project.source.read_bytes(), project.reference)
+        signature = read_signature(project.source.read_bytes(), project.reference, project.folder)
         slots = signature.slots or project.max_concurrency or 1
         if slots > 1 and not signature.is_async:
             raise Unsupported(f"{project.reference}: {slots} concurrent predictions need `async def`")

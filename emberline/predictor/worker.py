@@ -40,6 +40,13 @@ def read_manifest(path: Path) -> Manifest:
         raise BadInput(f"the predictor's manifest cannot be read: {why}; push the model again") from None
 
 
+def join_processors(processors: set[int]) -> None:
+    """Bind this process to the predictor's processors: what it reads and checks, such as a log flood or a large
+    output, then delays no other model either."""
+    for thread in os.listdir("/proc/self/task") if processors else ():
+        os.sched_setaffinity(int(thread), processors)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Serve until the worker is drained or its predictor crashes. Returns the exit status."""
     parser = process.arguments("emberline.predictor.worker", "Serve one predictor on one socket.")
@@ -63,6 +70,7 @@ def main(argv: list[str] | None = None) -> int:
         granted = {name: value for name, value in secrets.items() if name in manifest.secrets}
         folder = args.manifest.parent
         server = CogServer(manifest, folder, Sandbox(protections, insists=args.bare), granted, folder / "logs" / "log")
+        join_processors(server.processors)
         server.wait_ready()
         setup_s = time.monotonic() - began_s
 

@@ -12,6 +12,7 @@ from emberline.protocol.errors import BadInput, PredictionFailed
 
 MAX_INPUT_BYTES = 32 << 20
 MAX_OUTPUT_BYTES = 48 << 20
+PIECE_BYTES = 256 << 10  # of a larger output: copying one holds up an event loop for a fraction of a millisecond
 MAX_LOG_CHARS = 64 << 10  # of one prediction, in its result
 _MAX_BYTES, _MAX_NUMBER = 1 << 50, 1_000_000  # of a bound: of memory, and of cores, processes or seconds
 
@@ -22,19 +23,26 @@ Schema = dict[str, Any]  # a JSON Schema
 
 
 class PredictParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Parameters of an `EngineRequest` for a predictor. The result is a `Prediction`, encoded as JSON; before it come
-    outputs, each as JSON, if `stream` is set."""
+    """Parameters of an `EngineRequest` for a predictor. The result is a `Prediction`, encoded as JSON. If `stream` is
+    set, outputs come before it, each as JSON. If `takes_pieces` is set, a large output comes before it in pieces."""
 
     input: bytes  # a JSON object; empty: ask for the predictor's health, which is the result
     stream: bool = False
+    takes_pieces: bool = False
     context: bytes = b""  # a JSON object for the predictor's scope; empty: none
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     output: msgspec.Raw = msgspec.Raw(b"null")
+    pieces: tuple[bytes, ...] = ()  # of a large output, whose JSON they are together; then `output` is null
     logs: str = ""  # that the predictor printed meanwhile
     metrics: dict[str, Any] = {}  # of the predictor's own, and `predict_time` in seconds
     warning: str = ""  # what the predictor did that it should not, although the prediction succeeded
+
+    @property
+    def whole(self) -> bytes:
+        """The JSON of the output in one. Copying a large one takes tens of milliseconds."""
+        return b"".join(self.pieces) if self.pieces else bytes(self.output)
 
 
 class Resources(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

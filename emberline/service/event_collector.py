@@ -146,7 +146,7 @@ async def collect_prediction(events: AsyncGenerator[Any, None]) -> Answer:
     async with aclosing(events):
         async for event in events:
             if isinstance(event, Completed):
-                return Answer([], event.usage, prediction=bytes(event.result.output))
+                return Answer([], event.usage, prediction=event.result.whole)
     raise Internal("the events ended before the prediction was complete")
 
 

@@ -16,7 +16,7 @@ from emberline.protocol.errors import BadInput, EmberlineError, Internal, TooLar
 from emberline.protocol.events import ChoiceDone, Started, TextDelta, TextEvent, TokenDelta, Usage
 from emberline.protocol.prediction import MAX_INPUT_BYTES, Prediction, PredictParams, check_input, has_files
 from emberline.protocol.request import EngineRequest, PredictRequest, Principal, SamplingParams
-from emberline.protocol.route_request import RouteRequest, route_request
+from emberline.protocol.route_request import Route, RouteRequest, route_request
 from emberline.service.single_result_request import EngineCall
 from emberline.telemetry.request_log import Clock, JobContext, in_flight_id, route_terms
 
@@ -134,6 +134,7 @@ class PredictionCall(EngineCall):
     ) -> None:
         self._streams = request.stream
         self._events: list[TextEvent] = []
+        self._pieces: list[bytes] = []  # of a large output
         self._has_output = False  # of a stream: then another attempt would repeat it
         sent = EngineRequest(
             id=in_flight_id(request.id, job),
@@ -144,10 +145,15 @@ class PredictionCall(EngineCall):
             predict=PredictParams(
                 input=encoded,
                 stream=request.stream,
+                takes_pieces=not request.stream,
                 context=msgspec.json.encode(request.context) if request.context else b"",
             ),
         )
         super().__init__(sent, engines, "prediction", timings)
+
+    async def open(self, route: Route, attempt: int, deadline_s: float | None) -> None:
+        self._pieces = []
+        await super().open(route, attempt, deadline_s)
 
     async def next(self) -> list[TextEvent] | None:  # type: ignore[override]
         await super().next()
@@ -159,8 +165,9 @@ class PredictionCall(EngineCall):
         return events
 
     def take(self, delta: TokenDelta) -> None:
-        """Make events of a delta that is not the last."""
+        """Make events of a delta that is not the last, or keep its piece of the output."""
         if not self._streams:
+            self._pieces += [delta.values] if delta.values else []
             return
         if not self._has_output:
             self._events.append(Started(Usage()))
@@ -171,7 +178,7 @@ class PredictionCall(EngineCall):
     def result(self) -> Prediction:
         assert self.values is not None
         try:
-            return _decoder.decode(self.values)
+            return msgspec.structs.replace(_decoder.decode(self.values), pieces=tuple(self._pieces))
         except msgspec.MsgspecError:
             raise Internal("the worker returned no prediction") from None
 

@@ -13,6 +13,7 @@ Json = Any
 # Values that are replaced because of their name, wherever it occurs as a key.
 TIMES = frozenset({"time", "created", "modified_at", "webhook-timestamp"})
 TIME_ENDINGS = ("_at", "_us")
+DAYS = frozenset({"since", "until"})  # of a report up to today
 DURATIONS = frozenset(
     {"ms", "ttft_ms", "duration_ms", "waited_ms", "retry-after-ms"}
     | {"device_seconds"}
@@ -62,6 +63,8 @@ class Normaliser:
     def _named(self, value: Json, name: str) -> Json:
         if value and (name in TIMES or name.endswith(TIME_ENDINGS)):
             return "<time>"
+        if name in DAYS:
+            return "<day>"
         if name in ESTIMATES or (value is not None and name in DURATIONS):
             return "<duration>"
         if name in DIGESTS:

@@ -12,13 +12,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from emberline.predictor.cog_server import CogServer, PredictorCrashed
 from emberline.predictor.prediction_loop import BEGIN_S, CANCEL_S, LATE_S, OF_LAST, PredictionLoop
 from emberline.protocol.errors import BadInput, Cancelled, DeadlineExceeded, EmberlineError, PredictionFailed, TooLarge
+from emberline.protocol.events import TokenDelta
 from emberline.protocol.frames import MAX_PROBLEM_CHARS
-from emberline.protocol.prediction import Manifest, Prediction, PredictParams
+from emberline.protocol.prediction import PIECE_BYTES, Manifest, Prediction, PredictParams
 from emberline.protocol.request import EngineRequest, SamplingParams
 from emberline.supervisor.sandbox.protections import find_protections
 
@@ -36,6 +38,7 @@ class HeldServer:
         self.may_end = threading.Event()
         self.log = self
         self.logged: list[str] = []
+        self.prediction = Prediction()
 
     def add(self, text: str) -> None:
         """Log a line."""
@@ -44,7 +47,7 @@ class HeldServer:
     def predict(self, name: str, given: bytes, limit_s: float, on_output: Any, context: bytes) -> Prediction:
         self.begun.append(name)
         self.may_end.wait(60)
-        return Prediction()
+        return self.prediction
 
     def cancel(self, name: str) -> bool:
         self.cancelled.append(name)
@@ -88,6 +91,27 @@ def test_an_aborted_prediction_leaves_nothing_in_memory(held: Any) -> None:
     until(lambda: loop.step(time.monotonic()) or server.begun == ["first", "last"])
     until(lambda: any(delta.id == "last" and delta.finish == "stop" for delta in loop.step(time.monotonic())))
     assert server.begun == ["first", "last"]
+
+
+def test_a_large_output_comes_in_pieces_a_frame_each(held: Any) -> None:
+    loop, server, _ = held
+    server.prediction = Prediction(output=msgspec.Raw(b'"' + b"x" * (5 * PIECE_BYTES // 2) + b'"'), logs="done")
+    server.may_end.set()
+    for takes_pieces in (True, False):
+        asked = request(f"large-{takes_pieces}")
+        params = msgspec.structs.replace(asked.predict, takes_pieces=takes_pieces)
+        loop.submit(msgspec.structs.replace(asked, predict=params), time.monotonic())
+        frames: list[list[TokenDelta]] = []
+        until(lambda: frames.append(loop.step(time.monotonic())) or not loop.busy)  # noqa: B023
+        *pieces, last = [delta for frame in frames for delta in frame]
+        found = msgspec.json.decode(last.values, type=Prediction)
+        if not takes_pieces:
+            assert (pieces, found) == ([], server.prediction), "a core of an older release gets it whole"
+            continue
+        assert max(sum(len(delta.values) for delta in frame) for frame in frames) <= PIECE_BYTES
+        assert [len(delta.values) for delta in pieces] == [PIECE_BYTES, PIECE_BYTES, PIECE_BYTES // 2 + 2]
+        whole = msgspec.structs.replace(found, pieces=tuple(delta.values for delta in pieces))
+        assert (whole.whole, whole.logs) == (bytes(server.prediction.output), "done")
 
 
 def test_the_limit_of_time_ends_a_prediction_whose_server_dribbles(held: Any) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from emberline.predictor.environments import find_interpreter
 from emberline.predictor.project import read_project
 from emberline.predictor.versions import PredictorVersions, PushSettings
 from emberline.protocol.errors import BadInput, EmberlineError, ModelNotFound, TooLarge, Unsupported
@@ -18,29 +19,56 @@ def test_a_project_is_read(tmp_path: Path) -> None:
 build:
   python_version: "3.11"
   gpu: true
+  cuda: "12.4"
+  system_packages: [ffmpeg, "libgl1=1.6.0-1"]
   python_requirements: requirements.txt
   python_packages: ["numpy==2.0"]
 concurrency: {max: 2}
 environment: ["A=b=c"]
 train: "train.py:train"
+observability: {traces: true}
 image: r8.im/me/Thing:1
 """
     folder = write_project(tmp_path / "p", SOURCE, config=config)
     requirements = "# of the model\npillow>=10 # images\ntorch[cpu]==2.1 ; sys_platform == 'linux'\n"
     (folder / "requirements.txt").write_text(requirements)
-    project = read_project(folder)
+    (tmp_path / "ffmpeg.list").touch()
+    (tmp_path / "libgl1:amd64.list").touch()
+    project = read_project(folder, packages=tmp_path)
     assert project.requirements == ("pillow>=10", "torch[cpu]==2.1 ; sys_platform == 'linux'", "numpy==2.0")
     assert (project.python, project.gpu, project.max_concurrency) == ("3.11", True, 2)
     assert project.environment == {"A": "b=c"}
-    assert project.notices == ("`train` is left out: training is not supported",)
+    assert [notice.partition(":")[0] for notice in project.notices] == [
+        "`train` is left out",
+        "`observability` is left out",
+    ]
+
+
+@pytest.mark.parametrize(("written", "version"), [('"3.12"', "3.12"), ("3.12", "3.12"), ("3.10", "3.10")])
+def test_a_version_of_python_may_be_a_number(written: str, version: str, tmp_path: Path) -> None:
+    """YAML reads 3.10 without quotes as 3.1."""
+    folder = write_project(tmp_path / "p", SOURCE, config=f"build: {{python_version: {written}}}")
+    assert read_project(folder).python == version
+
+
+def test_interpreters_beside_our_own_are_found(tmp_path: Path) -> None:
+    found = tmp_path / "3.99.1" / "bin" / "python3.99"
+    found.parent.mkdir(parents=True)
+    found.write_text(f'#!/bin/sh\necho \'[[3, 99], "{tmp_path}/3.99.1", "{found}"]\'\n')
+    found.chmod(0o755)
+    assert find_interpreter("3.99", beside=tmp_path).path == str(found)
+    with pytest.raises(Unsupported, match=r"wants Python 3\.98, which is not on this machine: install it"):
+        find_interpreter("3.98", beside=tmp_path)
 
 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ("build: {system_packages: [ffmpeg]}", "`build.system_packages` needs a container builder"),
-        ("build: {run: [make]}", "`build.run` needs a container builder"),
-        ("build: {python_version: 3.11}", "must be text"),
+        ("build: {system_packages: [no-such]}", "packages that this machine does not have: no-such. Install them"),
+        ("build: {system_packages: ['../x']}", "packages that this machine does not have"),
+        ("build: {run: [make]}", "`build.run` runs commands in a container builder"),
+        ("build: {python_version: [3]}", "must be text"),
+        ("build: {python_version: '3.8'}", "needs Python 3.10 or newer, not 3.8"),
         ("build: {python_packages: ['git+https://x/y']}", "addresses, paths and options of pip are not followed"),
         ("build: {python_packages: ['--index-url=http://x']}", "not a package's name"),
         ("build: {python_packages: ['x @ file:///etc']}", "not a package's name"),

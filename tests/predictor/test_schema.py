@@ -1,6 +1,7 @@
 """The schema of a predictor, from its syntax tree alone."""
 
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,10 @@ from emberline.predictor.schema import Signature, openapi, read_signature
 from emberline.protocol.errors import BadInput, PredictionFailed, Unsupported
 from emberline.protocol.prediction import check_input, check_output
 
-HEAD = "from cog import *\nimport cog\nfrom typing import *\nSIZES = [1, 2]\nNAMES = {'a': 1, 'b': 2}\n"
+HEAD = (
+    "from cog import *\nimport cog\nfrom typing import *\nSIZES = [1, 2]\nNAMES = {'a': 1, 'b': 2}\n"
+    "class Mode(str, Enum):\n    FAST = 'fast'\n    SLOW = 'slow'\n"
+)
 
 
 def signature(arguments: str, returns: str = "str", before: str = "", head: str = "") -> Signature:
@@ -39,6 +43,10 @@ def signature(arguments: str, returns: str = "str", before: str = "", head: str 
         ("a: dict", {"type": "object"}, True),
         ("a: Any", {}, True),
         ("*, a: str", {"type": "string"}, True),
+        ("a: str = Input(default=os.environ['X'])", {"type": "string"}, False),
+        ("a: str = str(uuid4())", {"type": "string"}, False),
+        ("a: str = Input(description=f'one of {SIZES}')", {"type": "string"}, True),
+        ("a: Mode = Input(default=Mode.FAST)", {"type": "string", "enum": ["fast", "slow"]}, False),
     ],
 )  # fmt: skip
 def test_inputs(arguments: str, field: dict[str, Any], is_required: bool) -> None:
@@ -54,11 +62,25 @@ def test_outputs_streaming_and_concurrency() -> None:
     assert text.streams
     assert text.output["x-cog-array-display"] == "concatenate"
     assert openapi(text)["paths"]["/predictions"]["post"]["x-cog-streaming"] is True
+    assert signature("", "Iterator[str]").streams, "as on Replicate, without the decorator"
     assert "x-cog-streaming" not in openapi(signature(""))["paths"]["/predictions"]["post"]
     assert signature("", "str", "@concurrent(max=4)").slots == 4
     model = signature("", "Out", head="class Out(BaseModel):\n    a: str\n    b: int = 3")
     assert model.output["properties"] == {"a": {"type": "string"}, "b": {"type": "integer"}}
     assert read_signature(b"def run(a: str) -> str: ...", "run.py:run").input["required"] == ["a"]
+
+
+def test_types_and_choices_of_other_files_of_the_project(tmp_path: Path) -> None:
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts" / "types.py").write_text("class Inner: b: int\nclass Out(BaseModel):\n    a: Inner\n")
+    (tmp_path / "constants.py").write_text("SIZES = ['s', 'm']\n")
+    source = b"from parts.types import Out as Result\nfrom constants import *\nfrom numpy import x\n"
+    source += b"def run(a: str = Input(choices=SIZES)) -> Result: ..."
+    found = read_signature(source, "run.py:run", tmp_path)
+    assert found.input["properties"]["a"]["enum"] == ["s", "m"]
+    assert found.output["properties"]["a"]["properties"] == {"b": {"type": "integer"}}
+    with pytest.raises(Unsupported, match="Result, has no schema here"):
+        read_signature(source.replace(b"SIZES", b"['s']"), "run.py:run")
 
 
 @pytest.mark.parametrize(
@@ -67,15 +89,14 @@ def test_outputs_streaming_and_concurrency() -> None:
         ("a", "the input `a` has no type"),
         ("a: np.ndarray", r"the type of `a`, np.ndarray, has no schema here"),
         ("*a: str", "`\\*` arguments have no schema"),
-        ("a: str = Input(default=os.environ['X'])", "a value of `a` is no JSON, or is computed"),
         ("a: str = Input(choices=load())", "or is computed \\(load\\(\\)\\)"),
-        ("a: str = Input(default=1j)", "a value of `a` is no JSON"),
+        ("a: str = Input(choices=[1j])", "a value of `a` is no JSON"),
         ("a: Optional[()]", r"the type Optional\[\(\)\] of `a` has no schema"),
         (f"a: '{'-' * 100_000}1'", "the type of `a` cannot be read"),
         ("a: int = Input(ge='x')", r"`Input\(ge='x'\)` of `a` is no limit"),
         ("a: Me", "contain themselves"),
         ("a: T8", "contain themselves, or too many"),
-        ("a: str = Input(default=1" + " + 1" * 1500 + ")", "nested too deeply|is computed"),
+        ("a: str = Input(ge=1" + " + 1" * 1500 + ")", "nested too deeply|is computed"),
     ],
 )
 def test_what_has_no_schema_is_refused_by_name(arguments: str, message: str) -> None:

@@ -124,6 +124,7 @@ class Reply(NamedTuple):
     body: bytes
     content_type: bytes = JSON  # exactly this for JSON: some clients compare
     headers: HeaderList = []  # besides content-type, content-length and x-request-id; never mutated
+    rest: Sequence[bytes] = ()  # of a large body: parts that follow `body`, each sent once the one before it is
 
 
 def json_reply(body: Any, status: int = 200, headers: HeaderList | None = None) -> Reply:
@@ -490,12 +491,16 @@ class HttpExchange:
     async def reply(self, reply: Reply) -> None:
         headers = [
             (b"content-type", reply.content_type),
-            (b"content-length", b"%d" % len(reply.body)),
+            (b"content-length", b"%d" % (len(reply.body) + sum(map(len, reply.rest)))),
             (b"x-request-id", self.id.encode()),
             *reply.headers,
         ]
         await self.start(reply.status, headers)
-        await self.send({"type": "http.response.body", "body": reply.body})
+        await self.send({"type": "http.response.body", "body": reply.body, "more_body": bool(reply.rest)})
+        for part in reply.rest:
+            await self.send({"type": "http.response.body", "body": part, "more_body": True})
+        if reply.rest:
+            await self.send({"type": "http.response.body", "body": b""})
 
     async def start_stream(self, headers: HeaderList, content_type: bytes = EVENT_STREAM) -> None:
         """Send the headers of an event stream."""

@@ -4,14 +4,15 @@ import asyncio
 import base64
 import binascii
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from emberline.api.http.errors import Dialect, HeaderList
-from emberline.api.http.exchange import HttpExchange, Reply, json_reply
+from emberline.api.http.exchange import HttpExchange, Reply, encode
 from emberline.api.http.wire import decode
-from emberline.api.workers_ai.response_body import envelope, result_reply
+from emberline.api.workers_ai.response_body import envelope
 from emberline.api.workers_ai.run_request import RunOptions, read_options
 from emberline.catalog.model_card import CogSource
 from emberline.protocol.errors import BadInput, Unsupported
@@ -25,8 +26,6 @@ _CONTENT_TYPE = re.compile(r"[A-Za-z0-9.+-]{1,64}/[A-Za-z0-9.+-]{1,128}")
 # A predictor's file is no page of ours: a browser runs no script in it, and does not guess at its type.
 _NO_PAGE: HeaderList = [(b"content-security-policy", b"sandbox"), (b"x-content-type-options", b"nosniff")]
 _INLINE_BYTES = 64 << 10  # of a file's data URL that is decoded on the event loop
-_PIECE_BYTES = 1 << 20  # a multiple of four characters of base64
-_MAX_HEAD_BYTES = 1024  # of a data URL before its data
 _decoder = msgspec.json.Decoder(dict[str, Any])
 
 
@@ -93,30 +92,42 @@ def _read_context(given: Any) -> dict[str, str]:
 async def prediction_reply(call: HttpExchange, predictor: CogSource, prediction: Prediction) -> Reply:
     """The result in the envelope, with what the predictor measured and logged; a model's only file as its bytes.
 
-    An output is never decoded as JSON: large ones would hold up all other requests."""
-    output = bytes(prediction.output)
-    if is_file(predictor.output) and output.startswith(b'"data:'):
-        is_large = len(output) > _INLINE_BYTES
-        content_type, data = await asyncio.to_thread(read_file, output) if is_large else read_file(output)
-        return Reply(200, data, content_type.encode(), [*call.id_headers, *_NO_PAGE])
+    An output is never decoded as JSON, and a large one never copied in one: it would hold up all other requests."""
+    pieces = prediction.pieces or (bytes(prediction.output),)
+    if is_file(predictor.output) and pieces[0].startswith(b'"data:'):
+        is_large = len(pieces[0]) > _INLINE_BYTES
+        content_type, parts = await asyncio.to_thread(read_file, pieces) if is_large else read_file(pieces)
+        return Reply(200, parts[0], content_type.encode(), [*call.id_headers, *_NO_PAGE], parts[1:])
     further = {name: value for name, value in (("metrics", prediction.metrics), ("logs", prediction.logs)) if value}
-    if call.dialect is Dialect.BINDING or not further:
-        return result_reply(call, prediction.output)
-    return json_reply(envelope(prediction.output, **further), headers=call.id_headers)
+    if call.dialect is Dialect.BINDING:
+        begin, end = b"", b""
+    else:
+        begin, _, end = encode(envelope(None, **further)).partition(b"null")
+    if not prediction.pieces:
+        return Reply(200, b"%b%b%b" % (begin, pieces[0], end), headers=call.id_headers)
+    return Reply(200, begin, headers=call.id_headers, rest=(*pieces, end))
 
 
-def read_file(output: bytes) -> tuple[str, bytes]:
-    """The media type and the bytes of a data URL in JSON. Decodes piece by piece: other threads run in between."""
-    view, begin = memoryview(output)[:-1], output.find(b",", 0, _MAX_HEAD_BYTES) + 1
-    if not begin or b"\\" in output:
-        return from_data_url(msgspec.json.decode(output, type=str))
-    pieces = range(begin, len(view), _PIECE_BYTES)
+def read_file(pieces: Sequence[bytes]) -> tuple[str, list[bytes]]:
+    """The media type and the bytes, in parts, of a data URL in JSON. Decodes piece by piece: other threads run in
+    between."""
+    head, comma, first = pieces[0].partition(b",")
+    parts, left = [], b""
     try:
-        decoded = [binascii.a2b_base64(view[at : at + _PIECE_BYTES], strict_mode=True) for at in pieces]
-    except ValueError:
-        return from_data_url(msgspec.json.decode(output, type=str))  # with white space, or no base64
-    content_type, _ = from_data_url(output[1:begin].decode("utf-8", "replace"))
-    return content_type, b"".join(decoded)
+        if not comma or any(b"\\" in piece for piece in pieces):
+            raise ValueError
+        for piece in (first, *pieces[1:]):
+            data = left + piece.removesuffix(b'"')
+            n_whole = len(data) & ~3  # characters of base64, of which four are three bytes
+            parts.append(binascii.a2b_base64(data[:n_whole], strict_mode=True))
+            left = data[n_whole:]
+        if left:
+            raise ValueError
+    except ValueError:  # with white space, or no base64
+        content_type, whole = from_data_url(msgspec.json.decode(b"".join(pieces), type=str))
+        return content_type, [whole]
+    content_type, _ = from_data_url((head + b",")[1:].decode("utf-8", "replace"))
+    return content_type, parts
 
 
 def _only_file(predictor: CogSource) -> str:

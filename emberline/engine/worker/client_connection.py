@@ -4,6 +4,7 @@ import contextlib
 import socket
 import ssl
 import threading
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -55,7 +56,8 @@ class ClientConnection:
         self.reported_s = opened_s  # when the last Step frame was sent, and the load in it
         self.reported_load: EngineLoad | None = None
         self._frames = FrameBuffer(frames.MAX_HELLO_BYTES)
-        self._backlog = bytearray()
+        self._backlog = deque[memoryview]()  # frames that are not sent yet, of the first perhaps only the rest
+        self._n_backlog = 0  # bytes of these
         self._sending = threading.Lock()
 
     @property
@@ -115,26 +117,37 @@ class ClientConnection:
     def send(self, frame: bytes = b"") -> None:
         """Send what the socket takes, and keep the rest. Without a frame, go on with what was kept."""
         with self._sending:
-            self._backlog += frame
             try:
-                if self._backlog:
-                    del self._backlog[: self.sock.send(self._backlog)]
-            except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
-                pass  # TLS wants the same bytes again, and more may follow them
+                self._send_kept(frame)
             except OSError as error:
                 raise ClientLost(str(error)) from None
-        if len(self._backlog) > self._limits.backlog_bytes:
+        if self._n_backlog > self._limits.backlog_bytes:
             raise ClientLost("the client reads too slowly")
+
+    def _send_kept(self, frame: bytes) -> None:
+        """Keep the frame behind the others and send until the socket takes no more. Copies nothing: a large backlog
+        takes no longer than a small one."""
+        if frame:
+            self._backlog.append(memoryview(frame))
+            self._n_backlog += len(frame)
+        try:
+            while self._backlog:
+                first = self._backlog[0]
+                n_sent = self.sock.send(first)
+                self._n_backlog -= n_sent
+                if n_sent < len(first):
+                    self._backlog[0] = first[n_sent:]
+                    return
+                self._backlog.popleft()
+        except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            pass  # TLS wants the same bytes again
 
     def send_heartbeat(self, frame: bytes) -> None:
         """Send a heartbeat, from the thread of heartbeats, unless the client does not read. A lost client is noticed
         elsewhere."""
         with self._sending, contextlib.suppress(OSError):
             if self.heartbeats and not self._backlog:
-                try:
-                    self._backlog += frame[self.sock.send(frame) :]
-                except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
-                    self._backlog += frame
+                self._send_kept(frame)
 
     def close(self) -> None:
         with self._sending:

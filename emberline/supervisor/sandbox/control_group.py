@@ -1,14 +1,19 @@
 """Control groups: bounds on the memory, CPU and processes of a program and of all that it starts.
 
-Version 2 where the machine has it and lets this process make groups, else version 1. A group's name has the id of the
-process that made it, so that groups of a process that was killed can be found and removed.
+A program with a limit of n CPUs runs on n processors, those that the fewest other programs have: one that computes
+without end delays the rest of the machine on these alone. Version 2 where the machine has it and lets this process make
+groups, else version 1. A group's name has the id of the process that made it, so that groups of a process that was
+killed can be found and removed.
 """
 
 import contextlib
+import fcntl
 import itertools
+import math
 import os
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -29,13 +34,14 @@ class GroupLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Hierarchy(msgspec.Struct, frozen=True):
-    """Folders in which this process may make groups, by controller: memory, cpu, pids."""
+    """Folders in which this process may make groups, by controller: memory, cpu, pids, and cpuset where it is there."""
 
     version: int
     folders: dict[str, Path]
 
 
 CONTROLLERS = ("memory", "cpu", "pids")
+_PROCESSORS = "cpuset"  # the controller that binds groups to processors: programs are kept in without it, too
 
 
 def find_hierarchy(root: Path = ROOT, own: Path = Path("/proc/self/cgroup")) -> Hierarchy | None:
@@ -46,10 +52,11 @@ def find_hierarchy(root: Path = ROOT, own: Path = Path("/proc/self/cgroup")) -> 
         return None
     paths = {name: path for _, names, path in lines for name in names.split(",")}
     unified = root / paths.get("", "/").lstrip("/")
-    if _delegates(unified):
-        return Hierarchy(2, dict.fromkeys(CONTROLLERS, unified))
+    if _delegates(unified, CONTROLLERS):
+        binds = _delegates(unified, (_PROCESSORS,))
+        return Hierarchy(2, dict.fromkeys((*CONTROLLERS, _PROCESSORS) if binds else CONTROLLERS, unified))
     folders: dict[str, Path] = {}
-    for name in CONTROLLERS:
+    for name in (*CONTROLLERS, _PROCESSORS):
         for folder in (root / name / paths.get(name, "/").lstrip("/"), root / name):
             if (folder / "cgroup.procs").exists() and os.access(folder, os.W_OK):
                 folders[name] = folder
@@ -57,16 +64,16 @@ def find_hierarchy(root: Path = ROOT, own: Path = Path("/proc/self/cgroup")) -> 
     return Hierarchy(1, folders) if folders else None
 
 
-def _delegates(folder: Path) -> bool:
-    """True if groups of version 2 with all controllers can be made in this folder."""
+def _delegates(folder: Path, controllers: Sequence[str]) -> bool:
+    """True if groups of version 2 with all of these controllers can be made in this folder."""
     control = folder / "cgroup.subtree_control"
     if not os.access(folder, os.W_OK):
         return False
     try:
-        if not set(CONTROLLERS) <= set((folder / "cgroup.controllers").read_text().split()):
+        if not set(controllers) <= set((folder / "cgroup.controllers").read_text().split()):
             return False
-        if not set(CONTROLLERS) <= set(control.read_text().split()):
-            control.write_text(" ".join(f"+{name}" for name in CONTROLLERS))
+        if not set(controllers) <= set(control.read_text().split()):
+            control.write_text(" ".join(f"+{name}" for name in controllers))
     except OSError:  # processes in the folder itself: version 2 has no groups beside them
         return False
     return True
@@ -138,6 +145,8 @@ class ControlGroup:
             self._write("cpu", "cpu.cfs_period_us", period)
             self._write("cpu", "cpu.cfs_quota_us", quota)
         self._write("pids", "pids.max", limits.n_processes)
+        if (folder := self._folders.get(_PROCESSORS)) is not None:
+            _bind(folder, math.ceil(limits.cpus), self._version)
 
     @property
     def process_files(self) -> list[str]:
@@ -149,6 +158,12 @@ class ControlGroup:
         """The group's memory; None: the machine has no control group for memory."""
         folder = self._folders.get("memory")
         return None if folder is None else MemoryCounters(self._version, folder)
+
+    @property
+    def processors(self) -> set[int]:
+        """Processors to which the group is bound. Empty if it may run on all."""
+        folder = self._folders.get(_PROCESSORS)
+        return set() if folder is None else _numbered(folder / "cpuset.cpus")
 
     def kill(self) -> None:
         """Kill all processes of the group."""
@@ -183,6 +198,34 @@ class ControlGroup:
             return
         with contextlib.suppress(*([OSError] if optional else [])):
             (folder / file).write_text(str(value))
+
+
+def _bind(group: Path, n_processors: int, version: int) -> None:
+    """Bind a group to the processors that the fewest other groups have. The lock keeps two processes from choosing the
+    same ones at once."""
+    parent = group.parent
+    descriptor = os.open(parent, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if version == 1:  # a group of version 1 takes no process before it has memory nodes
+            (group / "cpuset.mems").write_text((parent / "cpuset.effective_mems").read_text())
+        effective = "cpuset.cpus.effective" if version == 2 else "cpuset.effective_cpus"
+        taken = [_numbered(each) for each in parent.glob(f"{PREFIX}-*-*/cpuset.cpus")]
+        # Of equals those with the highest numbers: the first processor serves most interrupts.
+        free = sorted(_numbered(parent / effective), key=lambda each: (sum(each in own for own in taken), -each))
+        (group / "cpuset.cpus").write_text(",".join(map(str, sorted(free[:n_processors]))))
+    finally:
+        os.close(descriptor)
+
+
+def _numbered(path: Path) -> set[int]:
+    """The processors in a file such as "0-3,8". Empty if the group is gone."""
+    found = set[int]()
+    with contextlib.suppress(OSError):
+        for part in filter(None, path.read_text().strip().split(",")):
+            first, _, last = part.partition("-")
+            found |= set(range(int(first), int(last or first) + 1))
+    return found
 
 
 def remove_abandoned(hierarchy: Hierarchy) -> None:

@@ -74,6 +74,11 @@ class Running:
         return self._process.pid
 
     @property
+    def processors(self) -> set[int]:
+        """Processors that it runs on. Empty if it may run on all, or that is not known."""
+        return set()
+
+    @property
     def status(self) -> int | None:
         """The exit status; None while it runs."""
         return self._process.poll()
@@ -108,6 +113,10 @@ class RunningProgram(Running):
         """Memory that it uses, with all processes and scratch files; 0: not known."""
         counters = None if self._group is None else self._group.counters
         return 0 if counters is None else counters.memory_bytes
+
+    @property
+    def processors(self) -> set[int]:
+        return set() if self._group is None else self._group.processors
 
     @property
     def scratch_is_full(self) -> bool:

@@ -28,11 +28,15 @@ def test_the_type_of_a_file_is_a_type(kind: str, expected: str) -> None:
 def test_a_file_is_read_in_pieces() -> None:
     data = bytes(range(256)) * (12 << 10)  # three pieces
     url = f"data:image/png;base64,{base64.b64encode(data).decode()}"
-    assert read_file(msgspec.json.encode(url)) == ("image/png", data)
+    output = msgspec.json.encode(url)
+    for n_bytes in (len(output), 1 << 20, (1 << 20) + 1, (1 << 20) + 2, len(output) - 1):
+        content_type, parts = read_file([output[at : at + n_bytes] for at in range(0, len(output), n_bytes)])
+        assert (content_type, b"".join(parts)) == ("image/png", data)
     for text in ("data:,", "data:image/png;base64,eA==", "data:a/b;base64,e\nA==", "data:a/b;base64,eA ==", "data:"):
-        assert read_file(msgspec.json.encode(text)) == from_data_url(text)
+        content_type, parts = read_file([msgspec.json.encode(text)])
+        assert (content_type, b"".join(parts)) == from_data_url(text)
     with pytest.raises(Unsupported, match="not in base64"):
-        read_file(b'"data:a/b;base64,x"')
+        read_file([b'"data:a/b;base64,x"'])
 
 
 def test_options_of_a_prediction() -> None:
