@@ -10,7 +10,7 @@ from emberline.engine.core.limits import WorkLimits
 from emberline.engine.core.plan import Admission, StepPlan
 from emberline.engine.core.queues import Queues
 from emberline.engine.core.rows import Cell
-from emberline.engine.core.sequence import NO_SLOT, Hold, Sequence, extend_all_keys
+from emberline.engine.core.sequence import NO_SLOT, Hold, Sequence
 from emberline.kv.cache import KVCache, PrefixHit
 from emberline.protocol.block_hash import BLOCK_TOKENS
 from emberline.protocol.frames import EngineLoad
@@ -127,9 +127,9 @@ class AdmissionPolicy:
         for seq in seqs:
             first, end = seq.table.n_published, seq.n_done // BLOCK_TOKENS
             if end > first:
+                seq.extend_keys(end)
                 new.append((seq, first, end))
         if new:
-            extend_all_keys((seq, end) for seq, _, end in new)
             self._cache.publish([(seq.table, seq.keys, end) for seq, _, end in new])
             for published in self._moments.published:
                 published(new)

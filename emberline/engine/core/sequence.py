@@ -1,17 +1,16 @@
 """One request in the engine: plain data that only the scheduler and its policies change."""
 
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import InitVar, dataclass, field
 from math import inf
 from typing import Literal, NamedTuple
 
 from emberline.engine.core.limits import Limits
 from emberline.engine.core.rows import Cell, Rows
-from emberline.kernels.block_keys import next_keys
 from emberline.kv.cache import BlockTable, PrefixHit
 from emberline.protocol import block_hash
-from emberline.protocol.block_hash import BLOCK_BYTES, BLOCK_TOKENS
+from emberline.protocol.block_hash import BLOCK_TOKENS
 from emberline.protocol.events import DraftUsage, Usage
 from emberline.protocol.request import EngineRequest, Priority
 
@@ -313,18 +312,3 @@ class Sequence:
             cached_by_tier=dict(self.cached_by_tier or {}),
             drafts=drafts,
         )
-
-
-def extend_all_keys(seqs: Iterable[tuple[Sequence, int]]) -> None:
-    """Compute content keys of sequences, up to a number of blocks of each. Those that lack one get it together."""
-    chains, parents, contents = list[list[bytes]](), list[bytes](), list[bytearray]()
-    for seq, n_blocks in seqs:
-        keys = seq.keys
-        if len(keys) != n_blocks - 1 or seq.extras:
-            seq.extend_keys(n_blocks)
-            continue
-        chains.append(keys)
-        parents.append(keys[-1] if keys else seq.root_key)
-        contents.append(seq.ids[BLOCK_BYTES * (n_blocks - 1) : BLOCK_BYTES * n_blocks])
-    for keys, key in zip(chains, next_keys(parents, contents)):
-        keys.append(key)

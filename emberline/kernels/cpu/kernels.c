@@ -1,6 +1,5 @@
 // CPU kernels: the operations of a transformer layer, and all layers of a step in one call.
 #include "attention.h"
-#include "block_keys.h"
 #include "byte_planes.h"
 #include "copies.h"
 #include "gemm.h"
