@@ -1,10 +1,9 @@
-"""Suffix decoding: what followed the last tokens before, in the sequence itself or in other replies of its tenant.
+"""Suffix decoding: what followed the last tokens before, in the sequence itself or in earlier replies of its tenant.
 
 Agents repeat themselves: files they edit, diffs, JSON, commands. A sequence has an index over its prompt and reply, a
-tenant one over its recent replies. While several of its sequences run, theirs are added in pieces as they are written:
-samples of one prompt and agents that start together resemble each other. A tenant is the root of the content keys: the
-model and the account's salt, as for the prefix cache, so nothing is ever proposed across accounts. Indexes are bounded
-in bytes together, and the least recently used ones go first. Indexing a long prompt is spread over steps.
+tenant one over its recent replies. A tenant is the root of the content keys: the model and the account's salt, as for
+the prefix cache, so nothing is ever proposed across accounts. Indexes are bounded in bytes together, and the least
+recently used ones go first. Indexing a long prompt is spread over steps.
 """
 
 from collections.abc import Iterable, Mapping
@@ -13,7 +12,6 @@ from collections.abc import Sequence as Many
 import numpy as np
 
 from emberline.engine.core.queues import Selection
-from emberline.engine.core.rows import Cell
 from emberline.engine.core.sequence import Sequence
 from emberline.engine.speculation.drafter import MOST, Draft
 from emberline.engine.speculation.suffix_index import (
@@ -30,8 +28,7 @@ DEFAULT_BYTES = 64 << 20
 STEP_TOKENS = 8192  # of prompts that a step indexes, of all sequences: about 0.4 ms
 TENANT_TOKENS = 1 << 17
 REPLY_ROOM = 4096  # tokens that an index has for the reply; a longer one displaces the begin of the prompt
-LEAD_TOKENS = 16  # before a reply, or a piece of it, so that its first tokens have something to match
-SHARING_STEPS = 8  # after which the tenant's index has what a running sequence has written meanwhile
+LEAD_TOKENS = 16  # of the prompt before a reply, so that the first tokens of a reply have something to match
 
 _MATCHES = (1, 2, 3, 4, 6, 8, 16, 32)  # lower bounds of the match lengths that are told apart
 _SHARES = (0.99, 0.6)  # of the occurrences that go on like this, above which a token is another cell
@@ -52,7 +49,6 @@ class SuffixDrafter:
         self._matcher = SuffixMatcher(match_cells=_MATCH_CELL, shares=_SHARES)
         self._indexes: dict[int | bytes, SuffixIndex] = {}  # by sequence number or tenant
         self._evicted: set[int] = set()  # sequences that have lost their index: it is not built again
-        self._shared: dict[bytes, dict[int, int]] = {}  # tokens of running sequences by then, by tenant and number
         self._table = np.zeros((0, 4), np.int64)  # by slot: the sequence and its indexes, `suffix_slot` in C
         self._table_at = 0
         self._step = 0
@@ -66,8 +62,6 @@ class SuffixDrafter:
         if len(self._table) < seqs.rows.n_slots:
             self._table = np.full((seqs.rows.n_slots, 4), -1, np.int64)
             self._table_at = self._table.ctypes.data
-        for seq in seqs.where((seqs.cells(Cell.NUMBER) + self._step) % SHARING_STEPS == 0):
-            self._share(seq)
         for seq in seqs if before else ():
             if seq.number in before:
                 self._table[seq.slot, _NUMBER] = -1
@@ -100,28 +94,12 @@ class SuffixDrafter:
         """Probability that a token of a cell is drawn, by match length and agreement."""
         return _PRIORS[cell // 3] * (1.0, 0.7, 0.4)[cell % 3]
 
-    def _share(self, seq: Sequence) -> None:
-        """Add what a sequence has written to its tenant's index, if another one of the tenant may repeat it."""
-        running = self._shared.setdefault(seq.root_key, {})
-        n_shared = running.setdefault(seq.number, seq.n_prompt)
-        if len(running) > 1 and seq.n_tokens > n_shared:
-            running[seq.number] = seq.n_tokens
-            self._remember(seq, seq.n_tokens - n_shared)
-
     def ended(self, seq: Sequence) -> None:
-        """Remember the reply of a sequence for its tenant: as a whole, besides its pieces."""
+        """Remember the reply of a sequence for its tenant."""
         self._drop(seq.number)
         self._evicted.discard(seq.number)
-        running = self._shared.get(seq.root_key, {})
-        running.pop(seq.number, None)
-        if not running:
-            self._shared.pop(seq.root_key, None)
-        self._remember(seq, seq.n_output)
-
-    def _remember(self, seq: Sequence, n_tokens: int) -> None:
-        """Add the last tokens of a reply to its tenant's index, and some before them."""
-        n_last = min(n_tokens, TENANT_TOKENS // 4)
-        if not n_last or not seq.samples:
+        n_output = min(seq.n_output, TENANT_TOKENS // 4)
+        if not n_output or not seq.samples:
             return
         index = self._indexes.get(seq.root_key)
         if index is not None and index.n_tokens > MAX_TOKENS - TENANT_TOKENS:
@@ -131,8 +109,8 @@ class SuffixDrafter:
             if (index := self._allocate(seq.root_key, min(TENANT_TOKENS, self._most_tokens))) is None:
                 return
             self._table[self._table[:, _TENANT] == 0, _NUMBER] = -1  # those of this tenant learn of it
-        lead = LEAD_TOKENS if n_last == n_tokens else 0
-        index.extend(bytes(seq.ids[-4 * (n_last + lead) :]), end=True)
+        lead = LEAD_TOKENS if n_output == seq.n_output else 0
+        index.extend(bytes(seq.ids[-4 * (n_output + lead) :]), end=True)
 
     def forget(self, tenant: bytes | None) -> None:
         """Drop what is known of a tenant's earlier replies, or (None) of those of all."""

@@ -22,8 +22,6 @@ TENANT_TOKENS = 1 << 17
 REPLY_ROOM = 4096  # tokens that an index has for the reply; a longer one displaces the begin of the prompt
 LEAD_TOKENS = 16  # of the prompt before a reply, so that the first tokens of a reply have something to match
 
-SHARING_STEPS = 8
-
 _MATCHES = (1, 2, 3, 4, 6, 8, 16, 32)  # lower bounds of the match lengths that are told apart
 _SHARES = (0.99, 0.6)  # of the occurrences that go on like this, above which a token is another cell
 _MATCH_CELL = [3 * (sum(at >= bound for bound in _MATCHES) - 1) for at in range(MAX_MATCH + MAX_DRAFT)]
@@ -47,7 +45,6 @@ class ReferenceSuffixDrafter:
         self._matcher = SuffixMatcher(match_cells=_MATCH_CELL, shares=_SHARES)
         self._entries: dict[int | bytes, _Entry] = {}  # by sequence number or tenant
         self._evicted: set[int] = set()  # sequences that have lost their index: it is not built again
-        self._shared: dict[bytes, dict[int, int]] = {}  # tokens of running sequences by then, by tenant and number
         self._step = 0
         self._left = STEP_TOKENS  # to index in this step
         self.n_bytes = 0
@@ -56,13 +53,6 @@ class ReferenceSuffixDrafter:
         """Index what the sequences have gained, and propose what followed their last tokens before."""
         self._step = step = self._step + 1
         self._left = STEP_TOKENS
-        for seq in seqs:
-            if (seq.number + step) % SHARING_STEPS == 0:
-                running = self._shared.setdefault(seq.root_key, {})
-                n_shared = running.setdefault(seq.number, seq.n_prompt)
-                if len(running) > 1 and seq.n_tokens > n_shared:
-                    running[seq.number] = seq.n_tokens
-                    self._remember(seq, seq.n_tokens - n_shared)
         entries, asked = self._entries, list[Sequence | None]()
         requests, contexts = list[int](), list[bytes | bytearray]()
         root_key, tenant = b"", 0  # those of the last one: most are of few tenants
@@ -101,12 +91,8 @@ class ReferenceSuffixDrafter:
         """Remember the reply of a sequence for its tenant."""
         self._drop(seq.number)
         self._evicted.discard(seq.number)
-        self._shared.get(seq.root_key, {}).pop(seq.number, None)
-        self._remember(seq, seq.n_output)
-
-    def _remember(self, seq: Sequence, n_tokens: int) -> None:
-        n_last = min(n_tokens, TENANT_TOKENS // 4)
-        if not n_last or not seq.samples:
+        n_output = min(seq.n_output, TENANT_TOKENS // 4)
+        if not n_output or not seq.samples:
             return
         entry = self._entries.get(seq.root_key)
         if entry is not None and entry.index.n_tokens > MAX_TOKENS - TENANT_TOKENS:
@@ -115,8 +101,8 @@ class ReferenceSuffixDrafter:
         if entry is None:
             entry = self._allocate(seq.root_key, min(TENANT_TOKENS, self._most_tokens))
         if entry is not None:
-            lead = LEAD_TOKENS if n_last == n_tokens else 0
-            entry.index.extend(bytes(seq.ids[-4 * (n_last + lead) :]), end=True)
+            lead = LEAD_TOKENS if n_output == seq.n_output else 0
+            entry.index.extend(bytes(seq.ids[-4 * (n_output + lead) :]), end=True)
 
     def forget(self, tenant: bytes) -> None:
         """Drop what is known of a tenant's earlier replies."""

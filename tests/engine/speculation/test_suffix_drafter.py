@@ -12,7 +12,7 @@ from emberline.engine.core.queues import Queues
 from emberline.engine.core.sequence import Sequence
 from emberline.engine.speculation import suffix_drafter, suffix_index
 from emberline.engine.speculation.drafter import Draft
-from emberline.engine.speculation.suffix_drafter import SHARING_STEPS, STEP_TOKENS, SuffixDrafter
+from emberline.engine.speculation.suffix_drafter import STEP_TOKENS, SuffixDrafter
 from emberline.kv.cache import BlockTable, GroupTable, KVCache
 from emberline.protocol.block_hash import KVGroup
 from emberline.protocol.request import EngineRequest, SamplingParams
@@ -72,16 +72,6 @@ def test_a_reply_is_remembered_for_its_tenant_alone():
     assert running.draft(running.add(1, [9, 50, 51], salt=b"a")) == [52, 53]
     assert running.draft(running.add(2, [9, 50, 51], salt=b"b")) == []
     assert running.draft(running.add(3, [7, 2, 3], salt=b"a")) == [50, 51, 52, 53]  # the first tokens of a reply, too
-
-
-def test_running_sequences_of_a_tenant_learn_from_each_other():
-    running = Running()
-    writing = running.add(0, [1, 2], [60, 61, 62, 63], salt=b"a")
-    other, stranger = (running.add(n, [9, 60, 61], salt=salt) for n, salt in ((1, b"a"), (2, b"b")))
-    drafts = [running.propose(writing, other, stranger) for _ in range(2 * SHARING_STEPS)]
-    assert 1 not in drafts[0]
-    assert drafts[-1][1][0][:2] == [62, 63]
-    assert not any(2 in each for each in drafts)
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.lists(st.integers(0, 9), min_size=1, max_size=6)), max_size=12))
