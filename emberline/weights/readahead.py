@@ -193,7 +193,8 @@ class ReadAhead:
                 _free(file.view[start : start + PIECE_BYTES])
 
     def release_all(self) -> None:
-        """Free what nobody took, on a thread."""
+        """Begin no further piece, and free what nobody took, on a thread."""
+        self.stop()
 
         def free() -> None:
             self.wait()

@@ -177,6 +177,16 @@ def test_loader_reads_what_could_not_be_read_ahead(tmp_path, uncached):
     assert torch.equal(target, torch.from_numpy(values))
 
 
+def test_read_ahead_that_is_released_begins_no_further_piece(tmp_path, uncached):
+    path, n_bytes = tmp_path / "w", 64 << 20
+    path.touch()
+    os.truncate(path, n_bytes)
+    ahead = readahead.ReadAhead([path], 1 << 30)
+    ahead.release_all()
+    ahead.wait()
+    assert not ahead.expect(path, n_bytes - 1, 1)
+
+
 def compressed(tmp_path) -> tuple[LosslessFile, np.ndarray]:
     """A compressed matrix, [400, 300]."""
     values = np.random.default_rng(6).standard_normal((400, 300)).astype("<f4").view("<u4") >> 16

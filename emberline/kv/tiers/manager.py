@@ -515,7 +515,7 @@ class TierManager:
             for tier in self._all if order.evicted else ():
                 if isinstance(tier, Retained) and tier.evicted is None:  # this rank does not decide what is evicted
                     tier.evict([BlockId(key, self._tags[g]) for g, key in order.evicted.get(tier.name, ())])
-            copied = self._copy_out(order.blocks)
+            copied.extend(self._copy_out(order.blocks))  # those before an error, too: they have slots
         except Exception:
             _log.exception("blocks could not be saved")
         for size, n in self._promised.pop(order.number, ()):
@@ -527,9 +527,8 @@ class TierManager:
         """Addresses of blocks in the tiers of this rank."""
         return [BlockId(block.key, self._tags[block.group]) for block in blocks]
 
-    def _copy_out(self, blocks: Sequence[SavedBlock]) -> list[tuple[BlockId, Slot, BlockMeta]]:
+    def _copy_out(self, blocks: Sequence[SavedBlock]) -> Iterator[tuple[BlockId, Slot, BlockMeta]]:
         """Copy blocks that some tier lacks into slots of host memory."""
-        copied: list[tuple[BlockId, Slot, BlockMeta]] = []
         for group in {block.group for block in blocks if self.sizes[block.group]}:
             _, numbers, keys, metas = zip(*[block for block in blocks if block.group == group])
             ids = list(map(BlockId, keys, repeat(self._tags[group])))
@@ -544,9 +543,8 @@ class TierManager:
                     self._host.drop(slots)
                     _log.exception("blocks could not be copied to host memory")
                     continue
-                copied += [(id_, slot, meta) for (_, id_, meta), slot in pairs]
+                yield from [(id_, slot, meta) for (_, id_, meta), slot in pairs]
             self._n_unsaved += len(wanted)  # all slots are in use: lost when the device evicts them
-        return copied
 
     def _distribute(self, copied: list[tuple[BlockId, Slot, BlockMeta]]) -> None:
         """Hand saved blocks to the tiers; drops the references to the slots."""

@@ -295,6 +295,28 @@ def test_a_tier_that_fails_does_not_keep_the_others_from_what_they_are_told():
     manager.close()
 
 
+class Unsure(MemoryTier):
+    """A tier that cannot say what it holds of one layout."""
+
+    def holds(self, ids):
+        if any(tag != layout_tag(GROUP) for _, tag in ids):
+            raise RuntimeError("not now")
+        return super().holds(ids)
+
+
+def test_blocks_of_one_group_are_saved_although_those_of_another_cannot_be():
+    groups = [GROUP, KVGroup("window64", (1,), 2, 64, "float32")]
+    sizes = [group.block_bytes for group in groups]
+    memory = HostMemory([memoryview(bytearray(N_BLOCKS * size)) for size in sizes], sizes)
+    manager = TierManager(groups, HostMover(memory), HostTier(4 << 20, sizes), [Unsure("disk")], 1e9)
+    (id,) = ids(1)
+    manager.execute([Save(1, [SavedBlock(g, 1, id.key, BlockMeta(owner=b"o")) for g in range(2)])])
+    wait_for(manager, Saved)
+    assert manager.flush(60)
+    assert [tier.holds([id]) for tier in manager.all_tiers] == [[True], [True]]
+    manager.close()
+
+
 def test_used_blocks_stay_in_host_memory():
     block = GROUP.block_bytes
     host = HostTier(3 * padded(block), [block], segment_bytes=padded(block))
