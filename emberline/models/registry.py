@@ -153,9 +153,9 @@ def begin_loading(
     """Build the model; on CUDA its weights are still being read by the returned loader.
 
     The caller must call `WeightLoader.finish` before the first forward pass. On a CPU the weights are complete and the
-    loader is None. `read_ahead` supplies file contents that were already read. `shard`: of a rank, which reads only its
-    own part of the checkpoint. `compress`: keep BF16 matrices losslessly packed on a GPU. `keep_beside`: path and
-    fingerprint of the checkpoint, beside which the C kernels may keep their matrices.
+    loader is None. `read_ahead` supplies file contents that were already read; for a CPU it is released. `shard`: of a
+    rank, which reads only its own part of the checkpoint. `compress`: keep BF16 matrices losslessly packed on a GPU.
+    `keep_beside`: path and fingerprint of the checkpoint, beside which the C kernels may keep their matrices.
     """
     architecture = ARCHITECTURES[source.config.architecture]
     source = source if shard is None else shard.checkpoint(source)
@@ -163,6 +163,8 @@ def begin_loading(
     backend = select_backend(source, device, deterministic, threads, groups, compress)
     tensors = _UsedTensors(source)
     if not device.startswith("cuda"):
+        if read_ahead is not None:  # for a GPU that torch cannot use
+            read_ahead.release_all()
         native = backend if isinstance(backend, native_backend.NativeBackend) else None
         if native is not None and keep_beside is not None and shard is None:
             native.keep_beside(*keep_beside)

@@ -47,6 +47,30 @@ def fill(cache, ids, chunk=16, owner=NO_OWNER):
     return table
 
 
+PROMPT = st.lists(st.integers(0, 1), min_size=1, max_size=6).map(lambda parts: [n for n in parts for _ in range(16)])
+
+
+@given(prompts=st.lists(PROMPT, min_size=1, max_size=4), layout=st.sampled_from([WINDOW, CHUNKED]))
+@settings(max_examples=n_examples(100))
+def test_tables_that_are_published_together_are_as_one_after_the_other(prompts, layout):
+    found = []
+    for together in (False, True):
+        record = Record()
+        cache = KVCache([FULL, layout], [60, 60], chunk=16, listener=record)
+        parts = [(cache.table((b"%d" % n, b"")), keys_of(ids), len(ids) // 16) for n, ids in enumerate(prompts)]
+        for (table, _, _), ids in zip(parts, prompts, strict=True):
+            for start in range(0, len(ids), 16):
+                assert cache.grow(table, start, start + 16) is not None
+        for some in [parts] if together else [[part] for part in parts]:
+            cache.publish(some)
+        owned = [group.index.belonging(table.owner[0]) for group in cache.groups for table, _, _ in parts]
+        found.append((record.keys, owned, [table.n_published for table, _, _ in parts]))
+        for table, _, _ in parts:
+            cache.release(table)
+        assert cache.n_used == 0
+    assert found[0] == found[1]
+
+
 def test_a_second_sequence_shares_the_full_blocks_of_the_first():
     cache = KVCache([FULL], [20], chunk=16)
     first = fill(cache, range(40))

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from emberline.models.registry import begin_loading
 from emberline.weights import loader as loader_module
 from emberline.weights import readahead
+from emberline.weights.generated import generate_checkpoint
 from emberline.weights.loader import DeferredCheckpoint, WeightLoader
 from emberline.weights.lossless_files import LosslessFile
 from emberline.weights.lossless_tensor import LosslessRows
@@ -17,6 +19,7 @@ from emberline.weights.lossless_writer import LosslessWriter
 from emberline.weights.model_config import BadCheckpoint
 from emberline.weights.safetensors_file import SafetensorsFile, write_safetensors
 from emberline.weights.tensors import FileLocation, Weight
+from tests.weights.test_generated import LLAMA
 
 
 def weight_of(path, offset, values, kind, **more):
@@ -185,6 +188,17 @@ def test_read_ahead_that_is_released_begins_no_further_piece(tmp_path, uncached)
     ahead.release_all()
     ahead.wait()
     assert not ahead.expect(path, n_bytes - 1, 1)
+
+
+def test_a_model_that_is_loaded_on_a_cpu_releases_what_was_read_ahead(tmp_path, uncached):
+    path = tmp_path / "w"
+    path.write_bytes(bytes(30_000))
+    ahead = read_all([path])
+    begin_loading(generate_checkpoint(LLAMA, 0), "cpu", read_ahead=ahead)
+    until_s = time.monotonic() + 20
+    while ahead.n_bytes:
+        assert time.monotonic() < until_s
+        time.sleep(0.001)
 
 
 def compressed(tmp_path) -> tuple[LosslessFile, np.ndarray]:
