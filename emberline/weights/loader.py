@@ -7,7 +7,6 @@ tensors are converted on the host first, by the same threads.
 """
 
 import logging
-import mmap
 import os
 import threading
 import time
@@ -24,7 +23,7 @@ from torch import Tensor
 
 from emberline.weights.lossless_tensor import LosslessRows, PlaneBytes
 from emberline.weights.model_config import BadCheckpoint
-from emberline.weights.readahead import ReadAhead, resident
+from emberline.weights.readahead import ReadAhead, direct_memory, resident
 from emberline.weights.tensors import LOADED_BYTES, Bytes, FileLocation, Weight
 
 _ALIGNED = 4096  # alignment of O_DIRECT reads
@@ -306,8 +305,7 @@ class _Reader:
             return found
         buffer = self._plane_buffers.get(plane.is_coded)
         if buffer is None or buffer.nbytes < n + 2 * _ALIGNED:
-            size = n + n // 4 + 2 * _ALIGNED  # the next ones may be a little longer
-            memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # is aligned
+            memory = direct_memory(n + n // 4 + 2 * _ALIGNED)  # the next ones may be a little longer
             buffer = self._plane_buffers[plane.is_coded] = np.frombuffer(memory, np.uint8)
         skip = self._read(stored, plane.mapped.ctypes.data, buffer)
         return buffer[skip : skip + n]

@@ -70,6 +70,19 @@ def will_need(places: Iterable[tuple[Path, int, int]]) -> None:
             os.close(descriptor)
 
 
+def direct_memory(n_bytes: int) -> mmap.mmap:
+    """Return aligned memory for reads with O_DIRECT.
+
+    It is private, for shared memory has no huge pages. A child process does not get it: what a read writes into private
+    memory while the process forks could else be lost.
+    """
+    memory = mmap.mmap(-1, n_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+        with suppress(OSError, AttributeError):
+            memory.madvise(getattr(mmap, advice))
+    return memory
+
+
 PIECE_BYTES = 32 << 20
 N_THREADS = 8
 
@@ -116,10 +129,7 @@ class ReadAhead:
             n_pieces = -(-min(len(mapped), limit_bytes) // PIECE_BYTES)
             if n_pieces <= 0 or _in_cache(mapped):
                 return 0
-        private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # shared memory, mmap's default, has no huge pages
-        memory = mmap.mmap(-1, n_pieces * PIECE_BYTES, private)
-        with suppress(OSError, AttributeError):
-            memory.madvise(mmap.MADV_HUGEPAGE)
+        memory = direct_memory(n_pieces * PIECE_BYTES)
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
         self._opened.callback(os.close, descriptor)
         found = self._files[path] = _FileMemory(descriptor, np.frombuffer(memory, np.uint8), {})

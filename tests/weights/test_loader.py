@@ -3,6 +3,7 @@
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -188,6 +189,25 @@ def test_read_ahead_that_is_released_begins_no_further_piece(tmp_path, uncached)
     ahead.release_all()
     ahead.wait()
     assert not ahead.expect(path, n_bytes - 1, 1)
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/smaps"), reason="tells what a child process would get")
+def test_a_child_process_gets_no_memory_that_files_are_read_into(tmp_path, uncached):
+    path = tmp_path / "w"
+    path.write_bytes(bytes(30_000))
+    ahead = read_all([path])
+    if (read := ahead.view(path, 0, 30_000)) is None:
+        pytest.skip("O_DIRECT is not supported here")
+    for memory in (read, np.frombuffer(readahead.direct_memory(4096), np.uint8)):
+        holds, flags = False, []
+        for line in Path("/proc/self/smaps").read_text().splitlines():
+            first, *rest = line.split()
+            if not first.endswith(":"):
+                start, end = (int(each, 16) for each in first.split("-"))
+                holds = start <= memory.ctypes.data < end
+            elif holds and first == "VmFlags:":
+                flags = rest
+        assert "dc" in flags, "not copied by a fork"
 
 
 def test_a_model_that_is_loaded_on_a_cpu_releases_what_was_read_ahead(tmp_path, uncached):
