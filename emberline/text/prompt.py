@@ -264,7 +264,7 @@ def _without_end(model: TextModel, reply_ids: bytes) -> list[int] | None:
 
 
 def _form(request: GenerateRequest, kwargs: Mapping[str, Any]) -> str:
-    """What a template may render a reply by, besides the messages: a member of `TextModel.exact_forms`."""
+    """Key of all but the messages that a template may render a reply by: a member of `TextModel.exact_forms`."""
     return repr((sorted(kwargs.items()), bool(request.tools)))
 
 
