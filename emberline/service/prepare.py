@@ -40,7 +40,6 @@ from emberline.text.prompt import (
     reasoning_begun,
     reasoning_limit,
     render_prompt,
-    renders_reply,
     turn_entries,
 )
 from emberline.text.text_model import Rendered, TextModel
@@ -235,12 +234,7 @@ class Preparer:
             await asyncio.sleep(0)
         try:
             text = prepared.served.text
-            renders = text.template.blocks and any(
-                renders_reply(text, prepared.request, prepared.prompt, *reply) for reply in replies
-            )
-            entries = await self._run(
-                prepared.is_long, lambda: _session_entries(prepared, text, replies), text if renders else None
-            )
+            entries = await self._run(prepared.is_long, lambda: _session_entries(prepared, text, replies), text)
             self._core.remember(entries)
         except Exception:  # the next turn is slower, nothing worse
             log.exception("a conversation was not remembered", extra={"request_id": prepared.request.id})

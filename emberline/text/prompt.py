@@ -224,10 +224,19 @@ def reply_entry(
     ids contain special tokens without a meaning in replies, or incomplete characters. A final end token is left out.
     A template that has rendered a plain reply exactly is believed to do so again: the next turn compares the digests.
     """
-    if prompt.rendered is None or request.messages is None or (ids := _without_end(model, reply_ids)) is None:
+    if prompt.rendered is None or request.messages is None:
+        return None
+    ids = unpack(reply_ids)
+    if ids and ids[-1] in model.special_ids and ids[-1] not in model.marker_ids:
+        ids.pop()
+    if not (model.special_ids - model.marker_ids).isdisjoint(ids):
         return None
     kwargs = prompt_kwargs(model, request)
-    form, plain = _form(request, kwargs), _plain_text(model, request, prompt, reply, ids)
+    form, plain = repr((sorted(kwargs.items()), bool(request.tools))), None
+    if not request.continue_final and not reply.tool_calls and reply.content == reply.content.strip():
+        plain = _exact_text(model, prompt.ids, ids, prompt.rendered.mark)
+        if plain != reply.content or model.guard.choose(plain):
+            plain = None
     if plain is not None and form in model.exact_forms:
         whole = prompt.rendered.text + plain
         return _entry(prompt, prompt.ids + reply_ids[: 4 * len(ids)], whole, len(whole))
@@ -245,38 +254,6 @@ def reply_entry(
     elif plain is not None:
         model.exact_forms.add(form)
     return None if end is None else _entry(prompt, prompt.ids + reply_ids[: 4 * len(ids)], conversation.text, end)
-
-
-def renders_reply(model: TextModel, request: GenerateRequest, prompt: Prompt, reply: Message, reply_ids: bytes) -> bool:
-    """True if `turn_entries` renders the conversation again, with its reply."""
-    if prompt.rendered is None or request.messages is None or (ids := _without_end(model, reply_ids)) is None:
-        return False
-    is_known = _form(request, prompt_kwargs(model, request)) in model.exact_forms
-    return not is_known or _plain_text(model, request, prompt, reply, ids) is None
-
-
-def _without_end(model: TextModel, reply_ids: bytes) -> list[int] | None:
-    """Ids of a reply without a final end token. Returns None if one of them has no meaning in replies."""
-    ids = unpack(reply_ids)
-    if ids and ids[-1] in model.special_ids and ids[-1] not in model.marker_ids:
-        ids.pop()
-    return ids if (model.special_ids - model.marker_ids).isdisjoint(ids) else None
-
-
-def _form(request: GenerateRequest, kwargs: Mapping[str, Any]) -> str:
-    """Key of all but the messages that a template may render a reply by: a member of `TextModel.exact_forms`."""
-    return repr((sorted(kwargs.items()), bool(request.tools)))
-
-
-def _plain_text(
-    model: TextModel, request: GenerateRequest, prompt: Prompt, reply: Message, ids: Sequence[int]
-) -> str | None:
-    """Text of a reply that is nothing but the text of its ids, without white space around it; else None."""
-    assert prompt.rendered is not None
-    if request.continue_final or reply.tool_calls or reply.content != reply.content.strip():
-        return None
-    plain = _exact_text(model, prompt.ids, ids, prompt.rendered.mark)
-    return None if plain is None or plain != reply.content or model.guard.choose(plain) else plain
 
 
 def turn_entries(
