@@ -9,6 +9,7 @@ killed can be found and removed.
 import contextlib
 import fcntl
 import itertools
+import logging
 import math
 import os
 import signal
@@ -17,6 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
+
+_log = logging.getLogger(__name__)
 
 ROOT = Path("/sys/fs/cgroup")
 PREFIX = "emberline"
@@ -146,7 +149,13 @@ class ControlGroup:
             self._write("cpu", "cpu.cfs_quota_us", quota)
         self._write("pids", "pids.max", limits.n_processes)
         if (folder := self._folders.get(_PROCESSORS)) is not None:
-            _bind(folder, math.ceil(limits.cpus), self._version)
+            try:
+                _bind(folder, math.ceil(limits.cpus), self._version)
+            except OSError as error:  # a container that hides its processors, say: the other limits hold all the same
+                _log.warning("a program is not bound to processors: %s", error)
+                del self._folders[_PROCESSORS]
+                if folder not in self._folders.values():
+                    folder.rmdir()  # a group of version 1 without processors takes no process
 
     @property
     def process_files(self) -> list[str]:

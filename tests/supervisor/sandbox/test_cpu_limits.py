@@ -27,3 +27,13 @@ def test_programs_get_the_processors_that_the_fewest_others_have(tmp_path: Path)
 
     assert [processors_of(cpus) for cpus in (1.0, 0.5, 1.5, 8.0)] == ["4", "3", "0,2", "0,2,3,4"]
     assert processors_of(1.0) == "4"  # all have as many by now
+
+
+def test_a_program_is_kept_in_without_processors_of_its_own(tmp_path: Path) -> None:
+    folders = {name: tmp_path / name for name in (*CONTROLLERS, "cpuset")}
+    for folder in folders.values():
+        folder.mkdir()  # the kernel's list of processors is not there
+    group = ControlGroup(Hierarchy(1, folders), GroupLimits(memory_bytes=1 << 30, cpus=1.0, n_processes=8))
+    assert group.processors == set()
+    assert {Path(file).parent.parent.name for file in group.process_files} == set(CONTROLLERS)
+    assert not list(folders["cpuset"].iterdir())
