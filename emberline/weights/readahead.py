@@ -203,7 +203,7 @@ class ReadAhead:
                 _free(file.view[start : start + PIECE_BYTES])
 
     def release_all(self) -> None:
-        """Begin no further piece, and free what nobody took, on a thread."""
+        """Begin no further piece, and free the pieces that no reader took, on a thread."""
         self.stop()
 
         def free() -> None:

@@ -69,7 +69,7 @@ class Fetch:
     writing: set[Item] = field(default_factory=set)  # device blocks that are written now
 
     def is_cancelled(self) -> bool:
-        """True if nobody waits for the blocks any more."""
+        """True if no request waits for the blocks any more."""
         return self.cancelled
 
 
