@@ -23,7 +23,6 @@ from emberline.kernels.gpu.formats.dense import DenseMatrix
 from emberline.kernels.gpu.formats.matrix_format import Fusion
 from emberline.kernels.gpu.launch import cdiv, compiling_only, next_power_of_two
 from emberline.kernels.gpu.lossless import DecodingTile, LosslessMatrix, decode_rows
-from emberline.kernels.gpu.lossless_few import MAX_FEW, lossless_few_gemm
 from emberline.kernels.gpu.lossless_gemm import (
     LosslessGemmTile,
     LosslessGemvTile,
@@ -33,6 +32,7 @@ from emberline.kernels.gpu.lossless_gemm import (
 )
 from emberline.kernels.gpu.lossless_hopper import LosslessHopperTile, lossless_hopper_gemm
 from emberline.kernels.gpu.lossless_packing import pack_lossless
+from emberline.kernels.gpu.lossless_small_batch import MAX_SMALL_BATCH, lossless_small_batch_gemm
 
 DECODING = ((16, 128, 4), (8, 128, 4))
 HIDDEN, WIDTH = 4096, 14336
@@ -156,8 +156,8 @@ class Bench:
                 runs[name] = lambda i, tile=hopper: lossless_hopper_gemm(
                     x, packed[i % len(packed)], out, tile, self.partial, gate=int(shape.gate), add=shape.add, pdl=1
                 )
-            if m <= MAX_FEW:
-                runs["few"] = lambda i: lossless_few_gemm(
+            if m <= MAX_SMALL_BATCH:
+                runs["small batch"] = lambda i: lossless_small_batch_gemm(
                     x, packed[i % len(packed)], out, self.partial, gate=int(shape.gate), add=shape.add, pdl=1
                 )
         with compiling_only():
@@ -260,15 +260,15 @@ def check_hopper() -> None:
             want = x.float() @ weight.float().T
             want = torch.nn.functional.silu(want[:, :n]) * want[:, n:] if gate else want + out * add
             packed, before = pack_lossless(weight), out.clone()
-            for few in (False, True) if m <= MAX_FEW else (False,):
+            for is_small in (False, True) if m <= MAX_SMALL_BATCH else (False,):
                 out.copy_(before)
                 partial = torch.full((16 << 20,), torch.nan, device="cuda")
-                if few:
-                    lossless_few_gemm(x, packed, out, partial, gate=gate, add=add, pdl=1)
+                if is_small:
+                    lossless_small_batch_gemm(x, packed, out, partial, gate=gate, add=add, pdl=1)
                 else:
                     lossless_hopper_gemm(x, packed, out, tile, partial, gate=gate, add=add, pdl=1)
                 off = float((out.float() - want).norm() / want.norm())
-                kernel = "few" if few else str(tile)
+                kernel = "small batch" if is_small else str(tile)
                 print(f"hopper {m} {n} {k} gate {gate} add {add} {kernel}: off by {off:.1e}", flush=True)
                 if not off < 1e-2:
                     raise AssertionError("the product is wrong")

@@ -169,9 +169,9 @@ constants = dict(zip([(i,) for i in range(12, 16)], [256, 2, 2, 1], strict=True)
 gluon_source = GluonASTSource(_lossless_hopper, dict(zip(names, [*maps, *others], strict=True)), constants, {})
 warps = 4
 """
-LOSSLESS_FEW = """
+LOSSLESS_SMALL_BATCH = """
 from triton.experimental.gluon._runtime import GluonASTSource
-from emberline.kernels.gpu.lossless_few import _CODES_SHARED, _TOKENS_SHARED, _multiply_codes
+from emberline.kernels.gpu.lossless_small_batch import _CODES_SHARED, _TOKENS_SHARED, _multiply_codes
 
 types = [f"tensordesc<bf16[16, 64],{_TOKENS_SHARED!r}>", f"tensordesc<i32[64, 32],{_CODES_SHARED!r}>"]
 types += ["*fp32", *["i32"] * 3, *["constexpr"] * 5]
@@ -181,9 +181,9 @@ gluon_source = GluonASTSource(
 )
 warps = 4
 """
-LOSSLESS_FEW_END = """
+LOSSLESS_SMALL_BATCH_END = """
 from triton.experimental.gluon._runtime import GluonASTSource
-from emberline.kernels.gpu.lossless_few import _finish_product
+from emberline.kernels.gpu.lossless_small_batch import _finish_product
 
 apart = ["*bf16", "i32", "*fp32", "*i32", "*i32", "*bf16", "*bf16"]
 types = ["*fp32", *apart, "*bf16", "*bf16", *["i32"] * 7, *["constexpr"] * 6]
@@ -215,8 +215,8 @@ print("compiled")
         (HOPPER + COMPILED_BY_GLUON, "compiled"),
         (COMPILED + LOSSLESS, "compiled"),
         (LOSSLESS_HOPPER + COMPILED_BY_GLUON, "compiled"),
-        (LOSSLESS_FEW + COMPILED_BY_GLUON, "compiled"),
-        (LOSSLESS_FEW_END + COMPILED_BY_GLUON, "compiled"),
+        (LOSSLESS_SMALL_BATCH + COMPILED_BY_GLUON, "compiled"),
+        (LOSSLESS_SMALL_BATCH_END + COMPILED_BY_GLUON, "compiled"),
     ],
 )
 def test_kernels_compile(tmp_path: Path, program: str, says: str) -> None:

@@ -128,18 +128,23 @@ class Lossless(MatrixFormat):
         modules, m, (rows, k) = _hopper(), len(x), matrix.shape
         if modules is None or m > MAX_HOPPER or k % TILES[0] or x.dtype != torch.bfloat16 or out.dtype != x.dtype:
             return False
-        hopper, few = modules
-        takes_few, room = few.takes_few(m, rows), SLICED_BYTES // 4
-        tile = None if takes_few else hopper.lossless_hopper_tile(m, rows, k, bool(fusion.gate))
-        if not takes_few and tile is None:
+        hopper, small_batch = modules
+        is_small, room = small_batch.takes_small_batch(m, rows), SLICED_BYTES // 4
+        tile = None if is_small else hopper.lossless_hopper_tile(m, rows, k, bool(fusion.gate))
+        if is_small:
+            floats = small_batch.lossless_small_batch_floats(rows, k)
+        elif tile is not None:
+            floats = hopper.lossless_hopper_floats(rows, k, m, tile)
+        else:
             return False
-        floats = few.lossless_few_floats(rows, k) if takes_few else hopper.lossless_hopper_floats(rows, k, m, tile)
-        if floats > room or (fusion.norm is None and (x.stride(0) % 8 or x.data_ptr() % 16)):
-            return False  # the second is what the copy engine cannot read
+        if floats > room:
+            return False
+        if fusion.norm is None and (x.stride(0) % 8 or x.data_ptr() % 16):  # not what the copy engine reads
+            return False
         x, partial = on.normed(x, fusion), on.workspace.take("dequantized", room, dtype=torch.float32)
         options: dict[str, Any] = {"gate": fusion.gate, "add": fusion.add, "pdl": on.pdl}
-        if takes_few:
-            few.lossless_few_gemm(x, matrix, out, partial, **options)
+        if is_small:
+            small_batch.lossless_small_batch_gemm(x, matrix, out, partial, **options)
         else:
             hopper.lossless_hopper_gemm(x, matrix, out, tile, partial, **options)
         return True
@@ -151,7 +156,7 @@ def _hopper() -> tuple[Any, Any] | None:
     if INTERPRETED or not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         return None
     try:
-        from emberline.kernels.gpu import lossless_few, lossless_hopper
+        from emberline.kernels.gpu import lossless_hopper, lossless_small_batch
     except ImportError:
         return None
-    return lossless_hopper, lossless_few
+    return lossless_hopper, lossless_small_batch

@@ -31,7 +31,7 @@ from emberline.kernels.gpu.lossless import PLANES, ROW_PIECE, TILES, LosslessMat
 from emberline.kernels.gpu.lossless_gemm import smallest
 from emberline.kernels.gpu.lossless_hopper import part_of, parts_of_tile, programs_for, units_of_part
 
-MAX_FEW = 16  # tokens
+MAX_SMALL_BATCH = 16  # tokens
 ROWS = 64  # of a tile, for each of two warp groups
 COLS = TILES[0] // 4  # of a slice, whose weights are as many half-words of a plane
 STAGES = 3  # units of codes in shared memory, 48 KiB each
@@ -189,7 +189,8 @@ def _multiply_codes(
     x_map, code_map, partial, rows, width, tiles, STAGES: gl.constexpr, PAIRS: gl.constexpr,
     MULTIPLYING: gl.constexpr, LOADING: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """rows: of the matrix. width: words of a plane, whole tiles. partial: float32 [parts of a tile, rows, MAX_FEW]."""
+    """rows: of the matrix. width: words of a plane, whole tiles. partial: float32 [parts of a tile, rows,
+    MAX_SMALL_BATCH]."""
     codes = gl.allocate_shared_memory(gl.int32, [STAGES * 6, 64, 32], gl.NVMMASharedLayout(128, 32, 2))
     slices = gl.allocate_shared_memory(gl.bfloat16, [PAIRS * 2, 16, 64], gl.NVMMASharedLayout(128, 16, 2))
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -304,9 +305,9 @@ def _finish_product(
     BIAS: gl.constexpr, GATE: gl.constexpr, ADD: gl.constexpr, ROWS: gl.constexpr, PARTS: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
-    """partial: float32 [parts + 1, rows of the matrix, MAX_FEW], sums of decoded weights without their rows' scales, by
-    `programs` of `_multiply_codes`, which has waited for the tokens. What escapes and raw rows add is the last part:
-    each thread stores what it loads again."""
+    """partial: float32 [parts + 1, rows of the matrix, MAX_SMALL_BATCH], sums of decoded weights without their rows'
+    scales, by `programs` of `_multiply_codes`, which has waited for the tokens. The last part is what escapes and raw
+    rows add: each thread stores what it loads again."""
     if PDL:
         gdc_launch_dependents()
     layout: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [2, 2], [16, 8])
@@ -328,28 +329,28 @@ def _finish_product(
         epilogue(value, up, bias + rows, out + tokens * out_stride + rows, rows < n, mask, BIAS, GATE, ADD)
 
 
-def lossless_few_floats(rows: int, k: int) -> int:
-    """Workspace of `lossless_few_gemm`: the sums of all parts of tiles, and what escapes and raw rows add."""
-    return (parts_of_tile(cdiv(rows, 2 * ROWS), k // TILES[0]) + 1) * rows * MAX_FEW
+def lossless_small_batch_floats(rows: int, k: int) -> int:
+    """Workspace of `lossless_small_batch_gemm`: the sums of all parts of tiles, and what escapes and raw rows add."""
+    return (parts_of_tile(cdiv(rows, 2 * ROWS), k // TILES[0]) + 1) * rows * MAX_SMALL_BATCH
 
 
-def takes_few(m: int, rows: int) -> bool:
+def takes_small_batch(m: int, rows: int) -> bool:
     """True if these kernels are the fastest for m tokens and a matrix of so many rows."""
-    return m <= MAX_FEW and rows <= ROW_PIECE
+    return m <= MAX_SMALL_BATCH and rows <= ROW_PIECE
 
 
-def lossless_few_gemm(
+def lossless_small_batch_gemm(
     x: Tensor, matrix: LosslessMatrix, out: Tensor, partial: Tensor, *, gate: int = 0, add: bool = False, pdl: int = 0
 ) -> None:  # fmt: skip
-    """x: [m, k] with m up to MAX_FEW and k a multiple of the larger tile, out: [m, n] with any stride between rows;
-    with a gate, n is half the matrix's rows. partial: at least `lossless_few_floats`.
+    """x: [m, k] with m up to MAX_SMALL_BATCH and k a multiple of the larger tile, out: [m, n] with any stride between
+    rows; with a gate, n is half the matrix's rows. partial: at least `lossless_small_batch_floats`.
     """
     (m, n), (all_rows, k) = out.shape, matrix.shape
     tiles, k_tiles = cdiv(all_rows, 2 * ROWS), k // TILES[0]
     programs = programs_for(tiles, k_tiles)
     words = matrix.codes.view(all_rows, -1).view(torch.int32)
     box = [ROWS, COLS // 2]
-    x_map = TensorDescriptor(x, [m, k], [x.stride(0), 1], [MAX_FEW, COLS], _TOKENS_SHARED)
+    x_map = TensorDescriptor(x, [m, k], [x.stride(0), 1], [MAX_SMALL_BATCH, COLS], _TOKENS_SHARED)
     code_map = TensorDescriptor(words, [all_rows, words.shape[1]], [words.shape[1], 1], box, _CODES_SHARED)
     _multiply_codes[(programs,)](
         x_map, code_map, partial, all_rows, words.shape[1] // PLANES, tiles, STAGES=STAGES, PAIRS=PAIRS,
